@@ -1,0 +1,1 @@
+"""Inkling with MTP speculative decoding on Triton Inference Server."""
