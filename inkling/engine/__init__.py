@@ -1,0 +1,1 @@
+"""Requests, pages and the speculation loop. Knows no layers."""

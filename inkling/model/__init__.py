@@ -1,0 +1,1 @@
+"""Layers, weights and caches. Knows no requests."""

@@ -1,0 +1,159 @@
+"""The step protocol between ``spec_ensemble``, ``inkling_target`` and ``inkling_mtp``.
+
+A step is one call to the target, then one to the draft, for the whole running batch. Control travels packed in
+one INT32 vector (a further CPU tensor costs about 30 us a call); floats and seeds are bit-cast. The engine owns
+ids, pages and the schedule; target and draft own the caches and, per slot, what an ``opens`` record told them.
+
+    target:  CONTROL (TargetStep)          -> TOKENS [draws], HIDDEN [T, H]
+    draft:   CONTROL (DraftStep), HIDDEN   -> DRAFTS [sum of num_drafts over segments]
+
+HIDDEN holds the post-final-norm states of the target's rows, in the compute dtype, bit-cast to INT32, so that one
+hand-written config.pbtxt serves fp32 and bf16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from enum import IntEnum
+
+import numpy as np
+
+from inkling.errors import ProtocolError
+
+CONTROL, TOKENS, HIDDEN, DRAFTS = "CONTROL", "TOKENS", "HIDDEN", "DRAFTS"
+TARGET_MODEL, DRAFT_MODEL, ENSEMBLE_MODEL = "inkling_target", "inkling_mtp", "spec_ensemble"
+
+# tensor name -> (Triton data type, dims); a test holds each config.pbtxt equal to these.
+TARGET_TENSORS = (
+    {CONTROL: ("TYPE_INT32", (-1,))},
+    {TOKENS: ("TYPE_INT32", (-1,)), HIDDEN: ("TYPE_INT32", (-1, -1))},
+)
+DRAFT_TENSORS = (
+    {CONTROL: ("TYPE_INT32", (-1,)), HIDDEN: ("TYPE_INT32", (-1, -1))},
+    {DRAFTS: ("TYPE_INT32", (-1,))},
+)
+
+
+class Kind(IntEnum):
+    """A paged cache kind. The page table of a sequence has one row of pages per kind."""
+
+    FULL = 0  # keys and values, every position
+    LOCAL = 1  # keys and values, the last W - 1 positions
+    CONV = 2  # inputs of the four short convolutions of a layer, the last 3 positions
+
+
+def table(width: int) -> np.ndarray:
+    return field(default_factory=lambda: np.empty((0, width), np.int32), metadata={"width": width})
+
+
+def vector() -> np.ndarray:
+    return field(default_factory=lambda: np.empty(0, np.int32), metadata={"width": 0})
+
+
+@dataclass(frozen=True)
+class SlotOptions:
+    """What a model keeps for a slot from its opening on. One ``opens`` record (OPEN_WIDTH words)."""
+
+    slot: int
+    num_depths: int  # D_s: depths whose caches this sequence keeps; 0: never drafted
+    temperature: float = 0.0  # 0: greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # 64 bits
+    min_position: int = 0  # ids listed in ``masks`` may not be drawn for a position below this one
+
+    def words(self) -> list[int]:
+        floats = np.array([self.temperature, self.top_p, self.min_p], np.float32).view(np.int32)
+        seed = np.array([self.seed & (2**64 - 1)], np.uint64).view(np.int32)
+        return [self.slot, self.num_depths, floats[0], self.top_k, floats[1], floats[2], seed[0], seed[1],
+                self.min_position]  # fmt: skip
+
+    @classmethod
+    def from_words(cls, words: np.ndarray) -> SlotOptions:
+        temperature, top_p, min_p = words[[2, 4, 5]].copy().view(np.float32)
+        seed = int(words[6:8].copy().view(np.uint64)[0])
+        return cls(int(words[0]), int(words[1]), float(temperature), int(words[3]), float(top_p), float(min_p),
+                   seed, int(words[8]))  # fmt: skip
+
+
+OPEN_WIDTH = 9
+
+
+@dataclass
+class Step:
+    """Fields both step messages share. All arrays int32; ``table(w)`` fields have shape [n, w]."""
+
+    generation: int  # of the target process; another one means that it restarted
+    step: int
+    previous_step: int  # the last step the receiver must have executed; 0: none, forget every slot
+    opens: np.ndarray = table(OPEN_WIDTH)  # SlotOptions.words(); opening clears the slot's page tables
+    masks: np.ndarray = table(2)  # (slot, token id): see SlotOptions.min_position
+    closes: np.ndarray = vector()  # slots
+    pages: np.ndarray = table(5)  # (slot, kind, index in the table, page, fresh): a fresh page is zeroed first
+
+
+@dataclass
+class TargetStep(Step):
+    """``segments``: (slot, first position, rows, draws). A segment's rows are consecutive positions of one
+    sequence; tokens are drawn for its last ``draws`` rows, in row order, for the position after each."""
+
+    segments: np.ndarray = table(4)
+    ids: np.ndarray = vector()  # [T] input ids, segments one after another
+
+
+@dataclass
+class DraftStep(Step):
+    """``segments``: (slot, hidden row, hidden position, hidden rows, window first, window end, depths, drafts).
+
+    HIDDEN[hidden row + i] is the state of entry ``hidden position + i`` for i < ``hidden rows``: rows the draft
+    may need later are kept in the slot's ring. The first ``depths`` depths run over the entries
+    [window first, window end); an empty window runs none. ``drafts`` <= ``depths`` tokens are drawn after the
+    last entry. ``ids`` holds, per segment, the known ids of positions window first + 1 .. up to
+    ``num_known``; later positions are taken from the drafts of the same call. Known ids of a segment:
+    with ``drafts`` or a last prompt chunk: window end - window first; otherwise
+    window end - window first + D_s - 1 (the depths look ahead of the chunk).
+    """
+
+    segments: np.ndarray = table(9)  # the ninth word is the segment's number of known ids
+    ids: np.ndarray = vector()
+
+
+_MAGIC = {TargetStep: 0x494E4B54, DraftStep: 0x494E4B44}  # "INKT", "INKD"
+KEY_WORDS = 8
+_HEADER = 4 + KEY_WORDS  # magic, key, generation, step, previous step; then one length per array field
+
+
+def _arrays(kind: type) -> list:
+    return [f for f in fields(kind) if f.metadata]
+
+
+def pack(message: TargetStep | DraftStep, key: np.ndarray) -> np.ndarray:
+    """The CONTROL vector, INT32 [words]. ``key``: INT32 [8], the private key of the run folder."""
+    arrays = [np.ascontiguousarray(getattr(message, f.name), np.int32) for f in _arrays(type(message))]
+    head = [_MAGIC[type(message)], *key, message.generation, message.step, message.previous_step]
+    return np.concatenate([np.array(head + [len(a) for a in arrays], np.int32), *(a.ravel() for a in arrays)])
+
+
+def control_key(words: np.ndarray) -> bytes:
+    """The key a CONTROL vector carries; empty when it is too short to hold one."""
+    return words[1 : 1 + KEY_WORDS].tobytes() if words.size > _HEADER else b""
+
+
+def unpack(kind: type, words: np.ndarray) -> TargetStep | DraftStep:
+    """Inverse of ``pack``. Raises ProtocolError on a foreign or truncated vector."""
+    if words.size < _HEADER or int(words[0]) != _MAGIC[kind]:
+        raise ProtocolError(f"CONTROL of {words.size} words is not a {kind.__name__}")
+    specs = _arrays(kind)
+    start = _HEADER + len(specs)
+    lengths = [int(n) for n in words[_HEADER:start]]
+    widths = [max(1, f.metadata["width"]) for f in specs]
+    if min(lengths, default=0) < 0 or start + sum(n * w for n, w in zip(lengths, widths, strict=True)) != words.size:
+        raise ProtocolError(f"CONTROL of {words.size} words does not hold sections of {lengths} records")
+    arrays = {}
+    for spec, length, width in zip(specs, lengths, widths, strict=True):
+        part = words[start : start + length * width]
+        arrays[spec.name] = part.reshape(length, width) if spec.metadata["width"] else part
+        start += length * width
+    generation, step, previous = (int(w) for w in words[1 + KEY_WORDS : _HEADER])
+    return kind(generation, step, previous, **arrays)

@@ -1,0 +1,110 @@
+"""One frozen settings object, read by all three models: a TOML file, then environment overrides.
+
+The file is named by ``INKLING_SETTINGS``; every field can be overridden by ``INKLING_<FIELD>``. Unknown keys of
+either source are refused. ``inkling serve`` writes the file from its options.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from inkling.errors import SettingsError
+
+ENV_PREFIX = "INKLING_"
+ENV_FILE = ENV_PREFIX + "SETTINGS"
+
+
+@dataclass(frozen=True)
+class Settings:
+    checkpoint: str  # checkpoint directory
+    device: str = "cpu"  # cpu | cuda
+    dtype: str = "auto"  # auto: float32 on the CPU, bfloat16 on CUDA
+    num_draft_tokens: int = -1  # N, drafts verified per step; -1: every depth of the checkpoint
+    max_context: int = 0  # positions of one sequence; 0: the checkpoint's limit, at most 4096
+    max_running_sequences: int = 16
+    max_tokens_per_step: int = 512  # rows of one target call: decodes first, then prompt chunks
+    max_queued_requests: int = 256  # waiting requests; one more is answered UNAVAILABLE
+    cache_bytes: int = 1 << 30  # all caches of target and draft together
+    threads: int = 0  # torch threads of the target and of the draft; 0: the number of cores. Part of the promise
+    tensor_parallel_size: int = 1
+    run_dir: str = ""  # parent of the run folder; empty: the system's temporary directory
+    load_timeout_s: int = 1800  # how long the draft waits for the target to load
+
+    def __post_init__(self):
+        _check(self.checkpoint != "", "checkpoint", self.checkpoint, "a checkpoint directory")
+        _check(self.device in ("cpu", "cuda"), "device", self.device, "cpu or cuda")
+        _check(self.dtype in ("auto", "float32", "bfloat16"), "dtype", self.dtype, "auto, float32 or bfloat16")
+        _check(self.num_draft_tokens >= -1, "num_draft_tokens", self.num_draft_tokens, "-1 or more")
+        _check(self.max_context >= 0, "max_context", self.max_context, "0 or more")
+        _check(self.tensor_parallel_size == 1, "tensor_parallel_size", self.tensor_parallel_size, "1 for now")
+        for name in ("max_running_sequences", "max_tokens_per_step", "max_queued_requests", "cache_bytes"):
+            _check(getattr(self, name) > 0, name, getattr(self, name), "1 or more")
+        for name in ("threads", "load_timeout_s"):
+            _check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+
+    @property
+    def torch_dtype_name(self) -> str:
+        if self.dtype != "auto":
+            return self.dtype
+        return "float32" if self.device == "cpu" else "bfloat16"
+
+    @property
+    def num_threads(self) -> int:
+        return self.threads or os.cpu_count() or 1
+
+    @property
+    def run_root(self) -> Path:
+        return Path(self.run_dir or tempfile.gettempdir())
+
+    @classmethod
+    def load(cls, environ: Mapping[str, str] = os.environ) -> Settings:
+        """Settings of the file ``INKLING_SETTINGS`` names, overridden by the environment. Raises SettingsError."""
+        values: dict[str, object] = {}
+        if file := environ.get(ENV_FILE):
+            try:
+                values = tomllib.loads(Path(file).read_text())
+            except (OSError, tomllib.TOMLDecodeError) as error:
+                raise SettingsError(f"{ENV_FILE} is {file!r}: {error}") from error
+        for name, text in environ.items():
+            if name.startswith(ENV_PREFIX) and name != ENV_FILE:
+                values[name.removeprefix(ENV_PREFIX).lower()] = text
+        return cls.from_values(values)
+
+    @classmethod
+    def from_values(cls, values: Mapping[str, object]) -> Settings:
+        known = {f.name: f for f in fields(cls)}
+        for name in values:
+            if name not in known:
+                raise SettingsError(f"unknown setting {name!r}; known are {', '.join(sorted(known))}")
+        if "checkpoint" not in values:
+            raise SettingsError(f"checkpoint is not set; name a directory in {ENV_PREFIX}CHECKPOINT or {ENV_FILE}")
+        return cls(**{name: _typed(name, value, known[name].type) for name, value in values.items()})
+
+    def to_toml(self) -> str:
+        def literal(value: object) -> str:
+            return str(value) if isinstance(value, int) else '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+        return "".join(f"{f.name} = {literal(getattr(self, f.name))}\n" for f in fields(self))
+
+
+def _typed(name: str, value: object, type_name: str) -> object:
+    if type_name == "str":
+        if not isinstance(value, str):
+            raise SettingsError(f"{name} is {value!r}; it must be a string")
+        return value
+    if isinstance(value, bool):
+        raise SettingsError(f"{name} is {value!r}; it must be an integer")
+    try:
+        return int(value)
+    except (TypeError, ValueError) as error:
+        raise SettingsError(f"{name} is {value!r}; it must be an integer") from error
+
+
+def _check(holds: bool, name: str, value: object, bound: str) -> None:
+    if not holds:
+        raise SettingsError(f"{name} is {value!r}; it must be {bound}")
