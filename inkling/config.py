@@ -123,11 +123,12 @@ class _Section:
             raise self.refuse(key, value, f"must be an integer, {bound}")
         return value
 
-    def number(self, *keys: str, default: Any = _REQUIRED) -> float:
-        """A finite number above 0."""
-        key, value = self.get(*keys, default=default)
-        if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
-            raise self.refuse(key, value, "must be a finite number above 0")
+    def number(self, key: str, *, default: Any = _REQUIRED, or_zero: bool = False) -> float:
+        """A finite number above 0, or 0 where that is allowed."""
+        key, value = self.get(key, default=default)
+        is_number = type(value) in (int, float) and math.isfinite(value)
+        if not is_number or value < 0 or (value == 0 and not or_zero):
+            raise self.refuse(key, value, f"must be a finite number {'of at least' if or_zero else 'above'} 0")
         return float(value)
 
     def flag(self, *keys: str, default: Any = _REQUIRED) -> bool:
@@ -193,7 +194,8 @@ def _read_config(directory: Path) -> ModelConfig:
     if text.values.get("log_scaling_n_floor") is None:  # transformers: log scaling off
         floor, alpha = 1.0, 0.0
     else:
-        floor, alpha = text.number("log_scaling_n_floor"), text.number("log_scaling_alpha", default=0.1)
+        floor = text.number("log_scaling_n_floor")
+        alpha = text.number("log_scaling_alpha", default=0.1, or_zero=True)
     if is_transformers:
         dense_ffn, expert_ffn = text.integer("intermediate_size"), text.integer("moe_intermediate_size")
     else:
