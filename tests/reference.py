@@ -1,12 +1,13 @@
 """The model, written once more: straight-line PyTorch, one sequence, no caches, no batching, no kernels.
 
-Everything the product computes is compared with this file, so it shares no code with it. It reads a dict of tensors
-under the checkpoint's original names (``w13`` rows interleaved: row 2j is gate j, row 2j + 1 is up j) and recomputes
-everything from position 0 on every call. All arithmetic runs in the one ``dtype`` it is given, without the
-bfloat16 rounding points of the serving path. It knows text only, and no sampling but the argmax.
+Everything the product computes is compared with this file, so it shares no code with it. It reads a dict of
+tensors under the checkpoint's original names (``w13`` rows interleaved: row 2j is gate j, row 2j + 1 is up j)
+and recomputes everything from position 0 on every call. All arithmetic runs in the one ``dtype`` it is given,
+without the bfloat16 rounding points of the serving path. It knows text only, and no sampling but the argmax.
 
-Letters: T rows (positions), H hidden, V' vocabulary, P depth entries, R relative extent, W window, d head width.
-Entry p of depth k pairs the target's state of position p with the id of position p + k + 1, and predicts p + k + 2.
+Letters: T rows (positions), H hidden, V' vocabulary, P depth entries, R relative extent, W window, d head
+width. Entry p of depth k pairs the target's state of position p with the id of position p + k + 1, and
+predicts p + k + 2.
 """
 
 from __future__ import annotations
@@ -22,55 +23,43 @@ if TYPE_CHECKING:
 
 
 class Reference:
-    """One checkpoint. ``tensors``: original-format names to unquantised tensors; ``dtype``: of all arithmetic."""
+    """One checkpoint. ``tensors``: unquantised, by original name; ``dtype``: of all arithmetic."""
 
-    def __init__(self, tensors: dict[str, Tensor], config: ModelConfig, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, tensors: dict[str, Tensor], config: ModelConfig, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.config = config
         self.dtype = dtype
         self._tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
-
-    # ---- the target -------------------------------------------------------------------------------------------
 
     def target(self, ids: Sequence[int]) -> tuple[Tensor, Tensor]:
         """States after the final norm [T, H] and logits [T, V'] of every position of ``ids`` (T of them)."""
         config = self.config
         x = self._embed(ids)
         for i in range(config.num_layers):
-            x = self._block(
-                f"model.llm.layers.{i}.",
-                x,
-                config.layer_geometry(i),
-                is_local=bool(config.layer_is_local[i]),
-                is_dense=bool(config.layer_is_dense[i]),
-            )
+            x = self._block(f"model.llm.layers.{i}.", x, config.layer_geometry(i), config.layer_is_dense[i])
         hidden = self._rms_norm(x, "model.llm.norm.weight")
         return hidden, self._logits(hidden)
-
-    # ---- the draft depths -------------------------------------------------------------------------------------
 
     def depth(self, k: int, hidden_in: Tensor, ids_shifted: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Depth ``k`` over entries 0..P-1: its raw block output [P, H] and its draft logits [P, V'].
 
         ``hidden_in`` [P, H] is the previous depth's output, for depth 0 the target's post-norm state;
-        ``ids_shifted`` [P] holds id p + k + 1 for entry p. The attention temperature of a full-attention depth is
-        that of position p, not p + k + 1: below ``log_scaling_floor`` it is 1 either way. Convolutions see zeros
-        before entry 0. The output feeds the head and the next depth; only a chain norm, where there is one, is
-        applied to it.
+        ``ids_shifted`` [P] holds id p + k + 1 for entry p. The attention temperature of a full-attention
+        depth is that of position p, not p + k + 1: below ``log_scaling_floor`` it is 1 either way.
+        Convolutions see zeros before entry 0. The output feeds the head and the next depth; only a chain
+        norm, where there is one, is applied to it.
         """
         config = self.config
         if hidden_in.shape[0] != len(ids_shifted):
-            raise ValueError(f"depth {k} has {hidden_in.shape[0]} states and {len(ids_shifted)} ids; want as many")
+            raise ValueError(
+                f"depth {k} has {hidden_in.shape[0]} states and {len(ids_shifted)} ids; want as many"
+            )
         layer = f"model.mtp.layers.{k}."
         hidden = self._rms_norm(hidden_in.to(self.dtype), layer + "hidden_norm.weight")
         embedding = self._rms_norm(self._embed(ids_shifted), layer + "embed_norm.weight")
-        u = torch.cat([hidden, embedding], dim=1) @ self._tensors[layer + "input_proj.weight"].T  # [P, 2H] -> [P, H]
-        out = self._block(
-            layer + "transformer_block.",
-            u,
-            config.depth_geometry(k),
-            is_local=bool(config.mtp_is_local[k]),
-            is_dense=True,
-        )
+        u = torch.cat([hidden, embedding], dim=1) @ self._tensors[layer + "input_proj.weight"].T  # [P, H]
+        out = self._block(layer + "transformer_block.", u, config.depth_geometry(k), is_dense=True)
         if config.mtp_chain_norm:
             out = self._rms_norm(out, "model.mtp.chain_norm.weight")
         return out, self._logits(out)
@@ -80,8 +69,8 @@ class Reference:
     ) -> list[Tensor]:
         """Per depth 0..``num_depths``-1 the output [n_entries, H] of entries 0..``n_entries``-1.
 
-        ``ids`` are the committed ids; ids beyond them are taken from ``drafts``. Together they must reach position
-        ``n_entries`` + ``num_depths`` - 1, the last id that the last entry of the last depth uses.
+        ``ids`` are the committed ids; ids beyond them are taken from ``drafts``. Together they must reach
+        position ``n_entries`` + ``num_depths`` - 1, the last id that the last entry of the last depth uses.
         """
         known = list(ids) + list(drafts)
         if n_entries > len(ids) or len(known) < n_entries + num_depths:
@@ -97,13 +86,17 @@ class Reference:
         return outputs
 
     def greedy_drafts(self, ids: Sequence[int], n: int) -> list[int]:
-        """The ``n`` ids that depths 0..n-1 propose after ``ids[-1]``, each depth fed with the drafts before it.
+        """The ``n`` ids that depths 0..n-1 propose after ``ids[-1]``, each depth fed with the drafts before
+        it.
 
-        ``ids`` is prompt + emitted, at least two of them: the target state of position len(ids) - 2 is the newest
-        one that exists when ``ids[-1]`` has been drawn, so the drafts come from entry len(ids) - 2 of every depth.
+        ``ids`` is prompt + emitted, at least two of them: the target state of position len(ids) - 2 is the
+        newest one that exists when ``ids[-1]`` has been drawn, so the drafts come from entry len(ids) - 2 of
+        every depth.
         """
         if len(ids) < 2:
-            raise ValueError(f"{len(ids)} ids; a draft needs at least 2: one with a target state and the one after it")
+            raise ValueError(
+                f"{len(ids)} ids; a draft needs at least 2: one with a target state and the one after it"
+            )
         hidden, _ = self.target(ids[:-1])
         known = list(ids)
         for k in range(n):
@@ -112,11 +105,12 @@ class Reference:
         return known[len(ids) :]
 
     def generate(self, ids: Sequence[int], max_new_tokens: int, n: int) -> tuple[list[int], list[int]]:
-        """Greedy speculative decoding of ``ids``: the emitted ids, and the number of accepted drafts of every step.
+        """Greedy speculative decoding of ``ids``: the emitted ids, and the number of accepted drafts of every
+        step.
 
-        A step drafts ``n`` ids (fewer when fewer than n + 1 may still be emitted), runs the target over all of
-        them, emits the drafts that equal the target's own choice and then the target's next choice. The first step
-        has no drafts: it is the prompt's, and is not counted.
+        A step drafts ``n`` ids (fewer when fewer than n + 1 may still be emitted), runs the target over all
+        of them, emits the drafts that equal the target's own choice and then the target's next choice. The
+        first step has no drafts: it is the prompt's, and is not counted.
         """
         known = list(ids)
         end = len(known) + max_new_tokens
@@ -126,15 +120,13 @@ class Reference:
         while len(known) < end:
             drafts = self.greedy_drafts(known, min(n, end - len(known) - 1))
             _, logits = self.target(known + drafts)
-            choices = [_argmax(row) for row in logits[len(known) - 1 :]]  # one per draft, and one after the last
+            choices = [_argmax(row) for row in logits[len(known) - 1 :]]  # one a draft, one after the last
             accepted = 0
             while accepted < len(drafts) and drafts[accepted] == choices[accepted]:
                 accepted += 1
             known += choices[: accepted + 1]
             accepted_counts.append(accepted)
         return known[len(ids) :], accepted_counts
-
-    # ---- parts ------------------------------------------------------------------------------------------------
 
     def _embed(self, ids: Sequence[int]) -> Tensor:
         """Rows of the embedding table, normed by the backbone's own norm where it has one: [T, H]."""
@@ -151,7 +143,7 @@ class Reference:
         return self._tensors[name] * x / torch.sqrt(mean_square + self.config.rms_norm_eps)
 
     def _short_conv(self, u: Tensor, name: str) -> Tensor:
-        """y_t = u_t + sum over j of w_j * u_{t-K+1+j}, with K taps per channel and zeros before row 0: [T, C]."""
+        """y_t = u_t + sum over j of w_j * u_{t-K+1+j}, K taps a channel, zeros before row 0: [T, C]."""
         taps = self._tensors[name].squeeze(1)  # [C, K], the last tap multiplies the current row
         num_taps = taps.shape[1]
         y = u.clone()
@@ -160,16 +152,16 @@ class Reference:
             y[delay:] += taps[:, j] * u[: max(len(u) - delay, 0)]
         return y
 
-    def _block(self, block: str, x: Tensor, geometry: AttentionGeometry, is_local: bool, is_dense: bool) -> Tensor:
-        """One layer, trunk or depth: x [T, H] -> [T, H]. Each short convolution keeps its own residual inside."""
-        attention = self._attention(block + "attn.", self._rms_norm(x, block + "attn_norm.weight"), geometry, is_local)
+    def _block(self, block: str, x: Tensor, geometry: AttentionGeometry, is_dense: bool) -> Tensor:
+        """One layer, trunk or depth: x [T, H] -> [T, H]. Each convolution keeps its own residual inside."""
+        attention = self._attention(block + "attn.", self._rms_norm(x, block + "attn_norm.weight"), geometry)
         x = x + self._short_conv(attention, block + "attn_sconv.weight")
         m = self._rms_norm(x, block + "mlp_norm.weight")
         mlp = self._dense_mlp(block + "mlp.", m) if is_dense else self._experts(block + "mlp.", m)
         return x + self._short_conv(mlp, block + "mlp_sconv.weight")
 
-    def _attention(self, attn: str, a: Tensor, geometry: AttentionGeometry, is_local: bool) -> Tensor:
-        """Attention of the normed rows a [T, H] -> [T, H]: q k / d plus a learned bias per distance; no rotation."""
+    def _attention(self, attn: str, a: Tensor, geometry: AttentionGeometry) -> Tensor:
+        """Attention of the normed rows a [T, H] -> [T, H]: q k / d plus a learned bias per distance, no RoPE."""
         num_rows = len(a)
         num_heads, num_kv_heads, d = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
         weight = self._tensors
@@ -184,10 +176,12 @@ class Reference:
         position = torch.arange(num_rows)
         distance = position[:, None] - position[None, :]  # [T, T], query minus key
         visible = distance >= 0
-        if is_local:
-            visible &= distance <= geometry.window - 1
+        if geometry.window is not None:
+            visible &= distance <= geometry.window - 1  # W keys, the row itself among them
         has_bias = visible & (distance < geometry.rel_extent)
-        tau = torch.ones(num_rows, dtype=self.dtype) if is_local else self._temperature(position)
+        tau = torch.ones(num_rows, dtype=self.dtype)  # local attention has no temperature
+        if geometry.window is None:
+            tau = self._temperature(position)
         profile = weight[attn + "rel_logits_proj.proj"]  # [16, R], bias of every distance below R
 
         heads = []
@@ -203,10 +197,7 @@ class Reference:
 
     def _temperature(self, position: Tensor) -> Tensor:
         """tau = 1 + alpha * ln(max((position + 1) / floor, 1)), for full-attention layers: [T]."""
-        floor = self.config.log_scaling_floor
-        if floor is None:
-            return torch.ones(len(position), dtype=self.dtype)
-        ratio = (position.to(self.dtype) + 1) / floor
+        ratio = (position.to(self.dtype) + 1) / self.config.log_scaling_floor
         return 1 + self.config.log_scaling_alpha * torch.log(ratio.clamp(min=1))
 
     def _dense_mlp(self, mlp: str, m: Tensor) -> Tensor:
@@ -216,8 +207,8 @@ class Reference:
     def _experts(self, mlp: str, m: Tensor) -> Tensor:
         """Routed and shared experts, row by row: m [T, H] -> [T, H].
 
-        The bias takes part in the choice alone. The weights of the chosen and the shared experts are their sigmoids,
-        normalised over all of them to the sum route_scale * global_scale.
+        The bias takes part in the choice alone. The weights of the chosen and the shared experts are their
+        sigmoids, normalised over all of them to the sum route_scale * global_scale.
         """
         config = self.config
         weight = self._tensors
@@ -238,7 +229,7 @@ class Reference:
         return out
 
     def choose_experts(self, scores: Tensor) -> list[int]:
-        """The ``num_experts_per_token`` highest of ``scores`` [E]; of equal scores the lowest index goes first."""
+        """The ``num_experts_per_token`` highest of ``scores`` [E]; of equal ones the lowest index first."""
         by_score = sorted(range(len(scores)), key=lambda e: (-scores[e].item(), e))
         return by_score[: self.config.num_experts_per_token]
 
@@ -255,11 +246,12 @@ def _argmax(logits: Tensor) -> int:
 
 
 class EntryLedger:
-    """Which depth entries still hold what the committed ids say: the bookkeeping of drafting, without a model.
+    """Which depth entries still hold what the committed ids say: the bookkeeping of drafting, without a
+    model.
 
-    ``record`` notes the ids that a draft pass fed to its entries. An entry is right when it, every entry of the same
-    and of shallower depths at or before its position, were all fed the committed ids: an entry reads those
-    through its hidden input, its attention and its convolutions.
+    ``record`` notes the ids that a draft pass fed to its entries. An entry is right when it, every entry of
+    the same and of shallower depths at or before its position, were all fed the committed ids: an entry reads
+    those through its hidden input, its attention and its convolutions.
     """
 
     def __init__(self, num_depths: int) -> None:
@@ -269,11 +261,13 @@ class EntryLedger:
         """Depth ``k`` computed entries ``start``.. from ``ids``; entries beyond them no longer exist."""
         fed = self._fed[k]
         if start > len(fed):
-            raise ValueError(f"depth {k} has entries up to {len(fed)} and was given {start}; that leaves a hole")
+            raise ValueError(
+                f"depth {k} has entries up to {len(fed)} and was given {start}; that leaves a hole"
+            )
         fed[start:] = ids
 
     def num_right(self, k: int, committed: Sequence[int]) -> int:
-        """Number of leading entries of depth ``k`` that are right, given the ids ``committed`` from position 0."""
+        """How many leading entries of depth ``k`` are right, given the ids ``committed`` so far."""
         right = len(self._fed[k])
         for depth in range(k + 1):
             fed = self._fed[depth]
