@@ -128,7 +128,7 @@ class _Section:
         key, value = self.get(key, default=default)
         is_number = type(value) in (int, float) and math.isfinite(value)
         if not is_number or value < 0 or (value == 0 and not or_zero):
-            raise self.refuse(key, value, f"must be a finite number {'of at least' if or_zero else 'above'} 0")
+            raise self.refuse(key, value, f"must be finite and {'at least' if or_zero else 'above'} 0")
         return float(value)
 
     def flag(self, *keys: str, default: Any = _REQUIRED) -> bool:

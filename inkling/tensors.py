@@ -14,6 +14,7 @@ from inkling.config import AttentionGeometry, ModelConfig
 
 TARGET = "model.llm."
 MTP = "model.mtp."
+EMBED_NORM = "model.llm.embed_norm.weight"
 TOWERS = ("model.visual.", "model.audio.", "model.vision_tower.", "model.audio_tower.")
 
 
@@ -55,7 +56,7 @@ def target_tensors(config: ModelConfig) -> list[TensorSpec]:
     hidden, padded = config.hidden_size, config.padded_vocab_size
     specs = [TensorSpec(TARGET + "embed.weight", (padded, hidden), "embedding")]
     if config.use_embed_norm:
-        specs.append(TensorSpec(TARGET + "embed_norm.weight", (hidden,), "norms and convolutions"))
+        specs.append(TensorSpec(EMBED_NORM, (hidden,), "norms and convolutions"))
     for layer in range(config.num_layers):
         prefix = f"{TARGET}layers.{layer}."
         specs += _block(config, prefix, config.layer_geometry(layer), config.layer_is_dense[layer])

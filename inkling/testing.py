@@ -162,10 +162,22 @@ def write_config(directory: Path, config: ModelConfig, *, text_only: bool = Fals
         values |= text | {"architectures": ["InklingForCausalLM"], "model_type": "inkling_text"}
     else:
         values |= {"architectures": ["InklingForConditionalGeneration"], "model_type": "inkling_mm_model"}
-        values["text_config"] = text
+        values |= {"text_config": text} | _tower_keys(config)
     if is_original:
         values["mtp_config"] = mtp
     (directory / "config.json").write_text(json.dumps(values, indent=2))
+
+
+def _tower_keys(config: ModelConfig) -> dict[str, Any]:
+    """Small towers that have a config and no weights, as in a text-only copy of a release."""
+    is_original = config.format == "original"
+    width = "decoder_dmodel" if is_original else "text_hidden_size"
+    vision = {"vision_encoder_type": "hmlp"} if is_original else {"model_type": "inkling_vision"}
+    audio = {"audio_mode": "dmel"} if is_original else {"model_type": "inkling_audio"}
+    vision |= {width: config.hidden_size, "n_channels" if is_original else "num_channels": 3}
+    vision |= {"n_layers": 2, "patch_size": 4, "temporal_patch_size": 2}
+    audio |= {width: config.hidden_size, "n_mel_bins": 4, "mel_vocab_size": 2}
+    return {"vision_config": vision, "audio_config": audio}
 
 
 def _shared_keys(config: ModelConfig) -> dict[str, Any]:
