@@ -42,6 +42,14 @@ class Kind(IntEnum):
     CONV = 2  # inputs of the four short convolutions of a layer, the last 3 positions
 
 
+RING_SPARE = 32  # rows of a draft ring beyond the D - 1 that one step may have to replay
+
+
+def ring_rows(num_depths: int) -> int:
+    """Target states the draft keeps per sequence: a window can reach back this far without new rows."""
+    return num_depths - 1 + RING_SPARE
+
+
 def table(width: int) -> np.ndarray:
     return field(default_factory=lambda: np.empty((0, width), np.int32), metadata={"width": width})
 

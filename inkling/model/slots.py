@@ -1,0 +1,85 @@
+"""What a model process keeps per slot: sampling options, page tables, and the order of the steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from inkling.errors import GenerationError, StepGapError
+from inkling.model.batch import PageTables
+from inkling.model.cache import PagedCache
+from inkling.protocol import Kind, SlotOptions, Step
+from kernels.head import greedy_reference
+from kernels.sampling import SamplingRows, sample
+
+
+class Slots:
+    def __init__(self, num_slots: int, max_positions: int, page_size: Mapping[Kind, int], generation: int):
+        self.generation = generation
+        self.last_step = 0
+        self.tables = PageTables(num_slots, max_positions, page_size)
+        self.temperature = np.zeros(num_slots, np.float32)
+        self.top_k = np.zeros(num_slots, np.int32)
+        self.top_p = np.ones(num_slots, np.float32)
+        self.min_p = np.zeros(num_slots, np.float32)
+        self.seed = np.zeros(num_slots, np.uint64)
+        self.min_position = np.zeros(num_slots, np.int64)
+        self.masks: dict[int, np.ndarray] = {}  # slot -> ids that may not be drawn below min_position
+
+    def begin(self, message: Step, cache: PagedCache) -> None:
+        """Applies a step's bookkeeping. Raises GenerationError or StepGapError and changes nothing then."""
+        if message.generation != self.generation:
+            raise GenerationError(
+                f"step carries generation {message.generation}, this process knows {self.generation}; restart the server"
+            )
+        if message.previous_step not in (0, self.last_step):
+            raise StepGapError(f"step {message.step} follows {message.previous_step}, the last one here was {self.last_step}")
+        if message.previous_step == 0:
+            self.masks.clear()
+        for slot in message.closes.tolist():
+            self.masks.pop(slot, None)
+        for words in message.opens:
+            self._open(SlotOptions.from_words(words))
+        for slot in np.unique(message.masks[:, 0]).tolist():
+            self.masks[slot] = message.masks[message.masks[:, 0] == slot, 1].astype(np.int64)
+        for kind, fresh in self.tables.assign(message.pages).items():
+            if len(fresh):
+                cache.zero(kind, torch.from_numpy(fresh))
+        self.last_step = message.step
+
+    def _open(self, options: SlotOptions) -> None:
+        slot = options.slot
+        self.tables.clear(slot)
+        self.masks.pop(slot, None)
+        self.temperature[slot], self.top_k[slot] = options.temperature, options.top_k
+        self.top_p[slot], self.min_p[slot] = options.top_p, options.min_p
+        self.seed[slot], self.min_position[slot] = options.seed, options.min_position
+
+    def draw(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray, *, masked: bool) -> np.ndarray:
+        """Tokens int64 [n] for ``positions`` [n] of ``slots`` [n] from fp32 ``logits`` [n, V'].
+
+        Target and draft call this one function; only the target applies the masks (``masked``), which is exact:
+        a draft that draws a masked token is not accepted.
+        """
+        if masked and self.masks:
+            self._mask(logits, slots, positions)
+        if not self.temperature[slots].any():
+            return greedy_reference(logits).numpy()
+        rows = SamplingRows(
+            temperature=torch.from_numpy(self.temperature[slots]),
+            top_k=torch.from_numpy(self.top_k[slots]),
+            top_p=torch.from_numpy(self.top_p[slots]),
+            min_p=torch.from_numpy(self.min_p[slots]),
+            seed=torch.from_numpy(self.seed[slots].view(np.int64)),
+            position=torch.from_numpy(positions.astype(np.int64)),
+        )
+        return sample(logits, rows).numpy()
+
+    def _mask(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray) -> None:
+        for row in np.flatnonzero(positions < self.min_position[slots]).tolist():
+            ids = self.masks.get(int(slots[row]))
+            if ids is not None:
+                logits[row, torch.from_numpy(ids)] = float("-inf")

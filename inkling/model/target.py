@@ -1,0 +1,57 @@
+"""The Inkling decoder: ids to post-final-norm hidden states, and from those to logits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from inkling.config import ModelConfig
+from inkling.model.batch import Pass
+from inkling.model.cache import PagedCache
+from inkling.model.layer import DecoderLayer
+from inkling.model.weights import TargetWeights
+from kernels.head import head_logits_reference
+from kernels.norm import embed_norm_reference, rms_norm_reference
+
+
+@dataclass
+class TargetModel:
+    config: ModelConfig
+    weights: TargetWeights
+    layers: list[DecoderLayer]
+
+    @classmethod
+    def build(cls, config: ModelConfig, weights: TargetWeights) -> TargetModel:
+        layers = [
+            DecoderLayer.build(layer, config.layer_geometry(i), config) for i, layer in enumerate(weights.layers)
+        ]
+        return cls(config, weights, layers)
+
+    def hidden(self, ids: Tensor, cache: PagedCache, batch: Pass) -> Tensor:
+        """``ids [Tp]`` int64 -> states after the final norm ``[Tp, H]``."""
+        eps = self.config.rms_norm_eps
+        x = embed_norm_reference(ids, self.weights.embed, self.weights.embed_norm, eps)
+        for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
+            x = layer.forward(x, layer_cache, batch)
+        return rms_norm_reference(x, self.weights.norm, eps)
+
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """fp32 ``[n, V']`` of the given rows."""
+        return head_logits_reference(hidden, rows, self.weights.head, self.config.mup_multiplier)
+
+    def product_shapes(self) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
+        """(K, N) of the products with weights, and of the batched ones of attention."""
+        linears = {shape for layer in self.layers for shape in layer.product_shapes()}
+        linears.add((self.weights.head.shape[1], self.weights.head.shape[0]))
+        return linears, {s for g in (self.config.full, self.config.local) for s in _attention_shapes(g.head_dim)}
+
+
+def _attention_shapes(head_dim: int, page_size: int = 64) -> tuple[tuple[int, int], tuple[int, int]]:
+    return (head_dim, page_size), (page_size, head_dim)
+
+
+def pad_ids(ids: Tensor, rows: int) -> Tensor:
+    """``ids [T]`` with zeros appended up to ``rows``."""
+    return torch.nn.functional.pad(ids, (0, rows - ids.shape[0]))
