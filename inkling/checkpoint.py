@@ -8,6 +8,7 @@ from the config: target and depths may be named in different formats.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -53,12 +54,13 @@ class StoredTensor:
     dtype: str
 
     @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
     def num_bytes(self) -> int:
         """Payload bytes; 0 for a dtype that this project does not read."""
-        size = _FLOAT_BYTES.get(self.dtype, 0)
-        for extent in self.shape:
-            size *= extent
-        return size
+        return self.size * _FLOAT_BYTES.get(self.dtype, 0)
 
 
 class Checkpoint:
@@ -87,7 +89,7 @@ class Checkpoint:
             header = handle.get_slice(name)
             stored = StoredTensor(file, tuple(header.get_shape()), header.get_dtype())
             if name in self.tensors:
-                rule = f"is stored in {self.tensors[name].file.name} too"
+                rule = f"it is stored in {self.tensors[name].file.name} too"
                 self.index_problems.append(CheckpointError(file, name, file.name, rule))
             self.tensors[name] = stored
 
@@ -98,7 +100,7 @@ class Checkpoint:
         listed_files = set(indexed.values())
         for name, file in indexed.items():
             if name not in self.tensors:
-                self.index_problems.append(CheckpointError(index, name, file, "is not in that file"))
+                self.index_problems.append(CheckpointError(index, name, file, "that file does not hold it"))
         for name, stored in self.tensors.items():
             if stored.file.name in listed_files and indexed.get(name) != stored.file.name:
                 rule = f"must say {stored.file.name!r}, which holds the tensor"
@@ -148,7 +150,7 @@ class Checkpoint:
     def _compare(self, piece: StoredPiece) -> Iterable[CheckpointError]:
         stored = self.tensors.get(piece.name)
         if stored is None:
-            yield CheckpointError(self.directory, piece.name, None, f"is missing; its shape is {piece.shape}")
+            yield CheckpointError(self.directory, piece.name, None, f"it is missing; shape {piece.shape}")
         elif stored.shape != piece.shape and stored.dtype in _FLOAT_BYTES:
             yield CheckpointError(stored.file, piece.name, stored.shape, f"its shape must be {piece.shape}")
         elif stored.dtype not in _FLOAT_BYTES and not _is_quantised(piece.name, stored):
@@ -172,9 +174,9 @@ class Checkpoint:
         return not is_refused and name not in _MTP_COPIES
 
     def _surplus(self, name: str, config: ModelConfig) -> CheckpointError:
-        rule = f"is surplus: no tensor of that name belongs to this config ({config.mtp_depths} MTP depths)"
+        rule = f"it is surplus: this config has no tensor of that name ({config.mtp_depths} MTP depths)"
         if name.endswith((".mtp.chain_norm.weight", ".mtp.shared_post_norm.weight")):
-            rule = "is surplus while chain_hidden_post_norm is false; set it to true or remove the tensor"
+            rule = "it is surplus while chain_hidden_post_norm is false; set it to true or remove the tensor"
         return CheckpointError(self.tensors[name].file, name, self.tensors[name].shape, rule)
 
 
@@ -205,9 +207,9 @@ def _locate(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
         if Path(name).name != name:
             raise CheckpointError(index, "weight_map", name, "must be a file name without a folder")
         if not (directory / name).exists():
-            raise CheckpointError(index, "weight_map", name, "is listed and missing from the folder")
+            raise CheckpointError(index, "weight_map", name, "it is listed and does not exist")
     if single.exists() and SINGLE_FILE not in names:
-        raise CheckpointError(single, "file", SINGLE_FILE, f"is not in {INDEX_FILE}; remove one of the two")
+        raise CheckpointError(single, "file", SINGLE_FILE, f"it is not in {INDEX_FILE}; remove one of the two")
     if mtp.exists() and MTP_FILE not in names:
         names.append(MTP_FILE)
     return [directory / name for name in names], weight_map

@@ -113,7 +113,7 @@ class _Section:
         if found:
             return found[0]
         if default is _REQUIRED:
-            raise self.refuse(keys[0], None, "is required" + (f" (or {keys[1]})" if keys[1:] else ""))
+            raise self.refuse(keys[0], None, "it is required" + (f" (or {keys[1]})" if keys[1:] else ""))
         return keys[0], default
 
     def integer(self, *keys: str, least: int = 1, most: int | None = None, default: Any = _REQUIRED) -> int:
@@ -172,7 +172,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(file, "file", None, "is missing; every checkpoint has one") from None
+        raise CheckpointError(file, "file", None, "it must exist; every checkpoint has one") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(file, "file", str(error), "must be readable JSON") from error
     return _Section(file, "", values).values
@@ -306,7 +306,7 @@ def _local_layers(text: _Section, num_layers: int, is_transformers: bool) -> tup
     types = text.kinds("layer_types", _LAYER_TYPES, num_layers)
     ids = text.ids("local_layer_ids", count=num_layers) if text.has("local_layer_ids") else None
     if types is None and ids is None and not is_transformers:
-        raise text.refuse("local_layer_ids", None, "is required (or layer_types)")
+        raise text.refuse("local_layer_ids", None, "it is required (or layer_types)")
     # the default of transformers: every sixth layer is full
     absent = tuple(bool((i + 1) % 6) for i in range(num_layers))
     return _agreed((text, "layer_types", types), (text, "local_layer_ids", ids), absent)

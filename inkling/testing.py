@@ -174,8 +174,8 @@ def _tower_keys(config: ModelConfig) -> dict[str, Any]:
     width = "decoder_dmodel" if is_original else "text_hidden_size"
     vision = {"vision_encoder_type": "hmlp"} if is_original else {"model_type": "inkling_vision"}
     audio = {"audio_mode": "dmel"} if is_original else {"model_type": "inkling_audio"}
-    vision |= {width: config.hidden_size, "n_channels" if is_original else "num_channels": 3}
-    vision |= {"n_layers": 2, "patch_size": 4, "temporal_patch_size": 2}
+    vision |= {width: config.hidden_size, "n_channels" if is_original else "num_channels": 1}
+    vision |= {"n_layers": 3, "patch_size": 2, "temporal_patch_size": 2}
     audio |= {width: config.hidden_size, "n_mel_bins": 4, "mel_vocab_size": 2}
     return {"vision_config": vision, "audio_config": audio}
 
