@@ -1,0 +1,50 @@
+"""Settings and checkpoint together: the sizes that all three models must agree on, derived in one place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from inkling.config import ModelConfig
+from inkling.engine.pages import CacheLayout
+from inkling.errors import SettingsError
+from inkling.memory import cache_layout
+from inkling.settings import Settings
+
+_DEFAULT_CONTEXT = 4096  # positions, when the checkpoint allows more
+
+
+@dataclass(frozen=True)
+class Deployment:
+    settings: Settings
+    config: ModelConfig
+    num_draft_tokens: int  # N; also the number of depths built
+    max_context: int  # positions of one sequence
+    dtype: torch.dtype
+    layout: CacheLayout
+
+    @classmethod
+    def of(cls, settings: Settings) -> Deployment:
+        """Reads the checkpoint's config. Raises SettingsError or CheckpointError."""
+        config = ModelConfig.from_dir(settings.checkpoint)
+        drafts = settings.num_draft_tokens
+        if drafts > config.mtp_depths:
+            raise SettingsError(f"num_draft_tokens is {drafts}; the checkpoint has {config.mtp_depths} MTP depths")
+        drafts = config.mtp_depths if drafts < 0 else drafts
+        context = settings.max_context or min(config.max_position, _DEFAULT_CONTEXT)
+        if not 2 <= context <= config.max_position:
+            raise SettingsError(f"max_context is {context}; it must be in [2, {config.max_position}] for this checkpoint")
+        if settings.device == "cuda":
+            raise SettingsError("device is 'cuda'; the CUDA kernels do not exist yet, use cpu")
+        dtype = getattr(torch, settings.torch_dtype_name)
+        layout = cache_layout(
+            config,
+            cache_bytes=settings.cache_bytes,
+            num_drafts=drafts,
+            dtype=dtype,
+            max_sequences=settings.max_running_sequences,
+            max_length=context,
+            max_chunk=settings.max_tokens_per_step,
+        )
+        return cls(settings, config, drafts, context, dtype, layout)

@@ -1,0 +1,88 @@
+"""From a deployment to a runner that can step: the loading of each model process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from inkling.deployment import Deployment
+from inkling.engine.pages import Model
+from inkling.model.mtp import MtpModel
+from inkling.model.runner import DraftRunner, TargetRunner
+from inkling.model.shared_weights import SharedWeights
+from inkling.model.target import TargetModel
+from inkling.model.weights import load_draft, load_target
+from inkling.protocol import Kind
+
+Report = Callable[[str], None]
+
+
+def load_target_runner(
+    deployment: Deployment, *, generation: int, mapping: Path | None = None, report: Report = lambda line: None
+) -> TargetRunner:
+    """Reads the target, checks that its products are row-exact, allocates caches.
+
+    ``mapping``: the file that the draft will map; the embedding table and the head then live there only.
+    """
+    settings, config = deployment.settings, deployment.config
+    torch.set_num_threads(settings.num_threads)
+    weights = load_target(
+        settings.checkpoint, config, dtype=deployment.dtype, device=settings.device, progress=_percent(report, "target")
+    )
+    if mapping is not None:
+        shared = SharedWeights.open(mapping, config, deployment.dtype, create=True)
+        shared.embed.copy_(weights.embed)
+        shared.head.copy_(weights.head)
+        weights = replace(weights, embed=shared.embed, head=shared.head)
+    runner = TargetRunner(
+        TargetModel.build(config, weights), generation=generation, **_sizes(deployment, Model.TARGET)
+    )
+    quantum = runner.check_row_invariance(settings.max_tokens_per_step)
+    report(f"products are row-exact with {settings.num_threads} threads at a row quantum of {quantum}")
+    return runner
+
+
+def load_draft_runner(
+    deployment: Deployment, shared: SharedWeights, *, generation: int, report: Report = lambda line: None
+) -> DraftRunner:
+    """Reads the first N depths; embedding table and head are ``shared``."""
+    settings, config = deployment.settings, deployment.config
+    torch.set_num_threads(settings.num_threads)
+    weights = load_draft(
+        settings.checkpoint,
+        config,
+        deployment.num_draft_tokens,
+        dtype=deployment.dtype,
+        device=settings.device,
+        progress=_percent(report, "draft"),
+    )
+    model = MtpModel.build(config, weights, shared.embed, shared.head)
+    return DraftRunner(model, generation=generation, **_sizes(deployment, Model.DRAFT))
+
+
+def _sizes(deployment: Deployment, model: Model) -> dict:
+    pools = dict(zip(Kind, deployment.layout.pools(model), strict=True))
+    return {
+        "num_slots": deployment.settings.max_running_sequences,
+        "max_context": deployment.max_context,
+        "num_draft_tokens": deployment.num_draft_tokens,
+        "page_size": {kind: pool.page_size for kind, pool in pools.items()},
+        "num_pages": {kind: pool.num_pages for kind, pool in pools.items()},
+    }
+
+
+def _percent(report: Report, what: str) -> Callable[[int, int, str], None]:
+    """A progress callback that reports every tenth part."""
+    told = -1
+
+    def progress(done: int, total: int, name: str) -> None:
+        nonlocal told
+        tenth = 10 * done // max(1, total)
+        if tenth > told:
+            told = tenth
+            report(f"loading {what} weights {100 * done // max(1, total)} %")
+
+    return progress

@@ -1,0 +1,114 @@
+"""Where the three model processes of one server meet: a private folder named after their parent process.
+
+The target writes ``target.json`` when it is ready: the key that private calls carry, its generation number, and the
+shared mapping of embedding table and LM head. The draft waits for it and fails with the target's reason when the
+target fails. ``drain`` asks the engine to admit nothing more; ``drained`` answers that no request is open.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from inkling.errors import ModelError
+from inkling.protocol import KEY_WORDS
+
+_POLL_S = 0.05
+_PROGRESS_S = 5.0
+
+
+@dataclass(frozen=True)
+class TargetRecord:
+    """What the target tells the others."""
+
+    key: str  # hex, 4 * KEY_WORDS bytes
+    generation: int  # 31 bits
+    mapping: str  # file of the shared weights
+    pid: int
+
+    @classmethod
+    def create(cls, mapping: Path) -> TargetRecord:
+        return cls(secrets.token_hex(4 * KEY_WORDS), secrets.randbelow(2**31 - 1) + 1, str(mapping), os.getpid())
+
+    @property
+    def key_words(self) -> np.ndarray:
+        """INT32 [8], as every CONTROL tensor carries it."""
+        return np.frombuffer(bytes.fromhex(self.key), np.int32)
+
+
+class RunFolder:
+    def __init__(self, path: Path):
+        self.path = path
+        self.drain = path / "drain"
+        self.drained = path / "drained"
+        self.mapping = path / "shared_weights"
+        self._record = path / "target.json"
+        self._failure = path / "target.error"
+
+    @classmethod
+    def of_server(cls, root: Path, pid: int) -> RunFolder:
+        """The folder of the tritonserver process ``pid``; its start time keeps a reused pid apart."""
+        return cls(root / f"inkling-{pid}-{_start_time(pid)}")
+
+    @classmethod
+    def of_parent(cls, root: Path) -> RunFolder:
+        """The folder of this stub's server."""
+        return cls.of_server(root, os.getppid())
+
+    def create(self) -> None:
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self.path.stat().st_uid != os.getuid():
+            raise ModelError(f"run folder {self.path} belongs to user {self.path.stat().st_uid}; set run_dir to another place")
+        self.path.chmod(0o700)
+
+    def publish(self, record: TargetRecord) -> None:
+        self._write(self._record, json.dumps(asdict(record)))
+
+    def publish_failure(self, reason: str) -> None:
+        self._write(self._failure, reason)
+
+    def record(self) -> TargetRecord | None:
+        try:
+            return TargetRecord(**json.loads(self._record.read_text()))
+        except FileNotFoundError:
+            return None
+
+    def wait_for_target(self, timeout_s: float, progress: Callable[[str], None]) -> TargetRecord:
+        """Blocks until the target is ready. Raises ModelError with its reason, or after ``timeout_s``."""
+        start = told = time.monotonic()
+        while True:
+            if record := self.record():
+                return record
+            if self._failure.exists():
+                raise ModelError(f"inkling_target failed to load: {self._failure.read_text()}")
+            now = time.monotonic()
+            if now - start > timeout_s:
+                raise ModelError(f"inkling_target was not ready after {timeout_s:.0f} s; raise load_timeout_s or see its log")
+            if now - told > _PROGRESS_S:
+                told = now
+                progress(f"waiting for inkling_target, {now - start:.0f} of at most {timeout_s:.0f} s")
+            time.sleep(_POLL_S)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _write(self, file: Path, text: str) -> None:
+        """Appears whole, readable by this user alone."""
+        partial = file.with_suffix(".partial")
+        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as stream:
+            stream.write(text)
+        partial.replace(file)
+
+
+def _start_time(pid: int) -> str:
+    """Clock ticks between boot and the start of ``pid`` (field 22 of /proc/<pid>/stat)."""
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    return stat[stat.rindex(")") + 2 :].split()[19]
