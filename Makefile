@@ -1,0 +1,33 @@
+# Everything runs in .venv. `make demo` and `make test` install what they need first.
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/installed
+
+.PHONY: install demo test test-slow lint bench clean
+
+install: $(STAMP)
+
+# torch first and alone: pip then takes the build that this machine is set up for, and nothing later replaces it.
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet -c constraints.txt -e .[server,test]
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/python demo/run.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+
+bench: $(STAMP)
+	$(BIN)/python benchmarks/cpu.py
+
+clean:
+	rm -rf .venv

@@ -1,0 +1,196 @@
+"""Serve an Inkling checkpoint, generate from a running server, check a checkpoint, plan its memory."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+
+from inkling.errors import InklingError, SettingsError
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
+
+Setting = Annotated[int | None, typer.Option(help="see the settings table of the README")]
+
+
+@app.command()
+def serve(
+    checkpoint: Annotated[str | None, typer.Option(help="checkpoint directory")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16")] = None,
+    num_draft_tokens: Annotated[int | None, typer.Option(help="N, drafts per step; -1: every depth")] = None,
+    max_context: Annotated[int | None, typer.Option(help="positions of one sequence")] = None,
+    max_running_sequences: Setting = None,
+    max_tokens_per_step: Setting = None,
+    max_queued_requests: Setting = None,
+    cache_bytes: Annotated[int | None, typer.Option(help="bytes for all caches")] = None,
+    threads: Annotated[int | None, typer.Option(help="torch threads of a model; 0: every core")] = None,
+    run_dir: Annotated[str | None, typer.Option(help="parent of the run folder")] = None,
+    host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0: every interface")] = "127.0.0.1",
+    http_port: Annotated[int, typer.Option(help="0: a free one")] = 8000,
+    grpc_port: Annotated[int, typer.Option(help="0: a free one")] = 8001,
+    metrics_port: Annotated[int, typer.Option(help="0: a free one")] = 8002,
+    drain_timeout: Annotated[float, typer.Option(help="seconds that open requests get on Ctrl-C")] = 60.0,
+    log_verbose: Annotated[int, typer.Option(help="1 or more: the server's whole log")] = 0,
+) -> None:
+    """Run the Triton server in the foreground. Ctrl-C drains and stops it; a second one stops it at once.
+
+    Settings not given here come from INKLING_SETTINGS and INKLING_<SETTING>.
+    """
+    settings_given = {
+        "checkpoint": checkpoint,
+        "device": device,
+        "dtype": dtype,
+        "num_draft_tokens": num_draft_tokens,
+        "max_context": max_context,
+        "max_running_sequences": max_running_sequences,
+        "max_tokens_per_step": max_tokens_per_step,
+        "max_queued_requests": max_queued_requests,
+        "cache_bytes": cache_bytes,
+        "threads": threads,
+        "run_dir": run_dir,
+    }
+    from inkling.server import RunningServer, ServerOptions, load_settings
+
+    options = ServerOptions(host, http_port, grpc_port, metrics_port, drain_timeout, log_verbose=log_verbose)
+    with _errors_exit(), _stop_signals() as received:
+        try:
+            with RunningServer(load_settings(settings_given), options, report=_note) as server:
+                print(
+                    f"ready http://{server.http_url} grpc://{server.grpc_url} metrics http://{server.metrics_url}",
+                    flush=True,
+                )
+                server.wait()
+        except KeyboardInterrupt:
+            pass
+        if len(received) > 1:
+            raise typer.Exit(128 + received[-1])  # cut off; a drained stop is a success
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="text to continue")],
+    url: Annotated[str, typer.Option(help="grpc://host:port or http://host:port")] = "grpc://127.0.0.1:8001",
+    max_tokens: Annotated[int, typer.Option()] = 128,
+    temperature: Annotated[float, typer.Option(help="0: greedy")] = 0.0,
+    top_k: Annotated[int | None, typer.Option()] = None,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    min_p: Annotated[float | None, typer.Option()] = None,
+    seed: Annotated[int | None, typer.Option()] = None,
+    num_draft_tokens: Annotated[int | None, typer.Option(help="0 turns drafting off")] = None,
+) -> None:
+    """Stream a completion from a running server; the last line says how well drafting went."""
+    from inkling.client import stream
+
+    inputs: dict[str, Any] = {"text_input": prompt, "max_tokens": max_tokens, "temperature": temperature}
+    optional = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    optional["num_draft_tokens"] = num_draft_tokens
+    inputs |= {name: value for name, value in optional.items() if value is not None}
+    with _errors_exit():
+        summary = print_stream(stream(url, inputs | REPORTED))
+    _note(summary)
+
+
+@app.command()
+def check(directory: Annotated[Path, typer.Argument(help="checkpoint directory")]) -> None:
+    """Check every tensor of a checkpoint and print its sizes; exits 1 when a rule is broken."""
+    from inkling.check import check_checkpoint
+
+    report = check_checkpoint(directory)
+    print(report.render())
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def plan(
+    directory: Annotated[Path, typer.Argument(help="checkpoint directory")],
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda",
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16")] = "auto",
+    num_draft_tokens: Annotated[int, typer.Option(help="N; -1: every depth")] = -1,
+    cache_bytes: Annotated[int | None, typer.Option(help="bytes for all caches; default 1 GiB")] = None,
+    memory_bytes: Annotated[int | None, typer.Option(help="of the device: caches get what is left")] = None,
+    sequence_length: Annotated[int | None, typer.Option(help="tokens; default 4096, or the limit")] = None,
+) -> None:
+    """Print where the memory of a deployment goes and how many sequences fit."""
+    import torch
+
+    from inkling import memory
+    from inkling.config import ModelConfig
+    from inkling.settings import Settings
+
+    with _errors_exit():
+        settings = Settings(str(directory), device=device, dtype=dtype, num_draft_tokens=num_draft_tokens)
+        config = ModelConfig.from_dir(directory)
+        if cache_bytes is None and memory_bytes is None:
+            cache_bytes = settings.cache_bytes
+        try:
+            report = memory.plan(
+                config,
+                num_drafts=config.mtp_depths if num_draft_tokens < 0 else num_draft_tokens,
+                dtype=getattr(torch, settings.torch_dtype_name),
+                device=device,
+                cache_bytes=cache_bytes,
+                memory_bytes=memory_bytes,
+                sequence_length=sequence_length or min(4096, config.max_position),
+            )
+        except ValueError as error:
+            raise SettingsError(str(error)) from error
+    print(report.render())
+
+
+# What `print_stream` needs beside the text.
+REPORTED = {"return_finish_reason": True, "return_num_output_tokens": True, "return_perf_metrics": True}
+
+
+def print_stream(responses: Iterator[dict[str, Any]]) -> str:
+    """Print texts as they come; returns one line with tokens, mean accepted length and finish reason."""
+    from inkling.client import tokens_per_step
+
+    num_tokens = num_accepted = 0
+    finish_reason = ""
+    for response in responses:
+        print(response.get("text_output", ""), end="", flush=True)
+        num_tokens += response.get("num_output_tokens", 0)
+        num_accepted = response.get("total_accepted_draft_tokens", num_accepted)
+        finish_reason = response.get("finish_reason", "") or finish_reason
+    print()
+    length = tokens_per_step(num_tokens, num_accepted)
+    return f"{num_tokens} tokens, mean accepted length {length:.2f}, finish reason {finish_reason}"
+
+
+def _note(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _errors_exit() -> Iterator[None]:
+    try:
+        yield
+    except InklingError as error:
+        _note(f"error: {error}")
+        raise typer.Exit(1) from None
+
+
+@contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """SIGINT and SIGTERM raise KeyboardInterrupt, twice at most: a third must not cut cleaning up short."""
+    received: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        if len(received) <= 2:
+            raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

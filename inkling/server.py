@@ -1,0 +1,305 @@
+"""Run the Triton server on the model repository: start, wait until ready, drain, stop, leave nothing behind.
+
+``inkling serve``, the tests and the benchmarks all go through ``RunningServer``. Three things belong to a
+server and go with it: its process group (tritonserver and the three python stubs), its shared-memory regions
+(their names begin alike) and two folders (with settings and backends; the run folder of the models).
+
+Draining: ``drain`` in the run folder asks ``spec_ensemble`` to refuse new requests; once every request has
+got its last response it answers with ``drained``. Only after that the server gets SIGTERM: a server that has
+it refuses the calls between the models and so cannot finish a request.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import http.client
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from inkling import process_group, tritonserver
+from inkling.protocol import DRAFT_MODEL, ENSEMBLE_MODEL, TARGET_MODEL
+from inkling.run_folder import RunFolder
+from inkling.settings import ENV_FILE, ENV_PREFIX, Settings
+from inkling.tritonserver import ServerError
+
+SHARED_MEMORY = Path("/dev/shm")
+LOG_LINES = 10_000  # kept in memory
+_LOG_LINE = re.compile(r"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ ")
+# What the server prints beside its log: tables of options, and these.
+_BARE_LINE = re.compile(r"\s*$|[+|]|Signal \(|error: creating server|Error: Failed to initialize NVML")
+_LOAD_FAILURE = re.compile(r"failed to load '(\w+)' version \d+: (?:\w+: )?(.*?)(?:\\n\\nAt:.*)?\"?$")
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How the server listens and stops. Port 0: a free one is chosen."""
+
+    host: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+    drain_timeout_s: float = 60.0  # requests still open after this are cut off
+    exit_timeout_s: int = 30  # how long the server waits for its models to unload
+    shared_memory_bytes: int = 64 << 20  # of each model's region; one that never grows never remaps
+    thread_pool_size: int = 32  # of each model: every call between models and every send holds one thread
+    cuda_pool_bytes: int = 1 << 30  # GPU 0; calls between models copy their GPU tensors through it
+    log_verbose: int = 0
+
+
+class RunningServer:
+    """A server with the three models, as a context manager.
+
+    ``http_url``, ``grpc_url`` and ``metrics_url`` are ``host:port``, the form tritonclient takes. ``report``
+    gets every line worth showing: what the models print, and the server's warnings once it is ready. ``log``
+    holds the last lines of everything. Entering raises ServerError when the server does not become ready.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        options: ServerOptions | None = None,
+        *,
+        model_repository: Path | None = None,
+        report: Callable[[str], None] = lambda line: None,
+    ):
+        self.settings = replace(settings, checkpoint=str(Path(settings.checkpoint).resolve()))
+        self.options = options or ServerOptions()
+        self.model_repository = model_repository or tritonserver.model_repository()
+        self.log: deque[str] = deque(maxlen=LOG_LINES)
+        self.is_ready = False
+        self._report = report
+        self._region_prefix = f"inkling_{secrets.token_hex(6)}_"
+        self._process: subprocess.Popen[str] | None = None
+        self._work: Path | None = None
+        self._run_folder: RunFolder | None = None
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None, "not started"
+        return self._process.pid  # also the id of its process group
+
+    def __enter__(self) -> RunningServer:
+        try:
+            self.start()
+        except BaseException:  # an interrupt while loading, too, must leave nothing behind
+            self.kill()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Returns when all three models are loaded."""
+        installation = tritonserver.find_installation(os.environ)
+        tritonserver.check_numpy(np.__version__, installation.server_version)
+        with ExitStack() as held:  # the ports stay bound until just before the server binds them
+            host, options = self.options.host, self.options
+            ports = [
+                _reserve_port(held, host, name, getattr(options, name))
+                for name in ("http_port", "grpc_port", "metrics_port")
+            ]
+            self.http_url, self.grpc_url, self.metrics_url = (f"{_reachable(host)}:{port}" for port in ports)
+            self._work = Path(tempfile.mkdtemp(prefix="inkling-serve-"))
+            backends = installation.link_backends(self._work / "backends")
+            command = [str(installation.executable), *self._flags(ports, backends)]
+            environ = server_environment(os.environ, installation, self._work / "settings.toml")
+            (self._work / "settings.toml").write_text(self.settings.to_toml())
+        libc = ctypes.CDLL(None)  # before the fork: the child must not load anything
+        self._process = subprocess.Popen(
+            command,
+            cwd=self._work,  # an empty folder: the stub puts it first on its import path
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # a terminal's Ctrl-C reaches serve only
+            preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),  # no server without its serve
+        )
+        self._run_folder = RunFolder.of_server(self.settings.run_root, self.pid)
+        self._reader = threading.Thread(target=self._read_log, name="server log", daemon=True)
+        self._reader.start()
+        while not self._answers_ready():
+            self._check_alive()
+            time.sleep(0.05)
+        self.is_ready = True
+
+    def wait(self) -> None:
+        """Blocks while the server serves. Raises ServerError when it, or a model of it, ends on its own."""
+        while True:
+            self._check_alive()
+            time.sleep(0.5)
+
+    def stop(self) -> None:
+        """Drain, stop, clean up. An interrupt on the way cuts the rest short but for the cleaning up."""
+        try:
+            if self.is_ready:
+                self._drain()
+            self._terminate()
+        finally:
+            self.kill()
+
+    def kill(self) -> None:
+        """End the whole process group at once and remove what belonged to it."""
+        if self._process is not None:
+            process_group.kill(self.pid)
+            self._process.wait()
+            self._reader.join(timeout=5.0)
+            for region in SHARED_MEMORY.glob(self._region_prefix + "*"):
+                region.unlink(missing_ok=True)
+        if self._run_folder is not None:
+            self._run_folder.remove()
+        if self._work is not None:
+            shutil.rmtree(self._work, ignore_errors=True)
+
+    def _drain(self) -> None:
+        folder = self._run_folder
+        if folder is None or not folder.path.is_dir():
+            return
+        folder.drain.touch()
+        deadline = time.monotonic() + self.options.drain_timeout_s
+        while not folder.drained.exists() and not self._failure():
+            if time.monotonic() > deadline:
+                self._report(f"requests still open after {self.options.drain_timeout_s:g} s are cut off")
+                return
+            time.sleep(0.02)
+
+    def _terminate(self) -> None:
+        if self._process is None or self._process.poll() is not None:
+            return
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(timeout=self.options.exit_timeout_s + 5.0)
+        except subprocess.TimeoutExpired:
+            self._report(f"the server did not stop within {self.options.exit_timeout_s} s and is killed")
+
+    def _check_alive(self) -> None:
+        if reason := self._failure():
+            raise ServerError(reason)
+
+    def _failure(self) -> str:
+        """Why the server cannot serve; empty while it can."""
+        assert self._process is not None
+        if (code := self._process.poll()) is not None:
+            self._reader.join(timeout=5.0)
+            last = "\n".join(list(self.log)[-20:])
+            return load_failure(self.log) or f"the server ended with code {code}; its last lines:\n{last}"
+        dead = [m.pid for m in process_group.members(self.pid) if m.is_zombie and m.parent == self.pid]
+        if dead and self.is_ready:  # the server never restarts a stub, and 24.10 goes on reporting ready
+            return f"the process of a model ended (pid {dead[0]}); restart the server"
+        return ""
+
+    def _answers_ready(self) -> bool:
+        connection = http.client.HTTPConnection(self.http_url, timeout=5.0)
+        try:
+            connection.request("GET", "/v2/health/ready")
+            return connection.getresponse().status == 200
+        except OSError:  # not listening yet
+            return False
+        finally:
+            connection.close()
+
+    def _read_log(self) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        for line in self._process.stdout:
+            line = line.rstrip("\n")
+            self.log.append(line)
+            if is_worth_showing(line, self.is_ready, self.options.log_verbose):
+                self._report(line)
+
+    def _flags(self, ports: list[int], backends: Path | None) -> list[str]:
+        options, host = self.options, self.options.host
+        flags = {
+            "model-repository": self.model_repository,
+            "model-control-mode": "none",
+            "http-address": host,
+            "grpc-address": host,
+            "metrics-address": host,
+            "http-port": ports[0],
+            "grpc-port": ports[1],
+            "metrics-port": ports[2],
+            "exit-timeout-secs": options.exit_timeout_s,
+            "log-verbose": options.log_verbose,
+            "allow-gpu-metrics": str(self.settings.device == "cuda").lower(),
+        }
+        if backends is not None:
+            flags["backend-directory"] = backends
+        if self.settings.device == "cuda":
+            flags["cuda-memory-pool-byte-size"] = f"0:{options.cuda_pool_bytes}"
+        python_backend = {
+            "shm-default-byte-size": options.shared_memory_bytes,
+            "shm-region-prefix-name": self._region_prefix,
+            "thread-pool-size": options.thread_pool_size,
+        }
+        return [
+            "--disable-auto-complete-config",  # it would import torch twice for each model
+            *(f"--{name}={value}" for name, value in flags.items()),
+            *(f"--backend-config=python,{name}={value}" for name, value in python_backend.items()),
+        ]
+
+
+def server_environment(
+    environ: Mapping[str, str], installation: tritonserver.Installation, settings_file: Path
+) -> dict[str, str]:
+    """The server's environment. The settings file is complete: no other INKLING_ variable may override it."""
+    kept = {name: value for name, value in environ.items() if not name.startswith(ENV_PREFIX)}
+    return installation.environment(kept) | {ENV_FILE: str(settings_file)}
+
+
+def load_settings(options: Mapping[str, object]) -> Settings:
+    """Settings of the environment, overridden by the ``options`` that are not None. Raises SettingsError."""
+    given = {ENV_PREFIX + name.upper(): str(value) for name, value in options.items() if value is not None}
+    return Settings.load({**os.environ, **given})
+
+
+def load_failure(log: deque[str]) -> str:
+    """Why models did not load, from the server's log: one line a model, the target's reason first."""
+    reasons = {}
+    for line in log:
+        if match := _LOAD_FAILURE.search(line):
+            reasons[match[1]] = match[2].replace("\\n", "\n").replace('\\"', '"')
+    order = [name for name in (TARGET_MODEL, DRAFT_MODEL, ENSEMBLE_MODEL) if name in reasons]
+    return "\n".join(f"{name}: {reasons[name]}" for name in order)
+
+
+def is_worth_showing(line: str, is_ready: bool, verbose: int) -> bool:
+    """What the models print, always; the server's warnings once ready, before that they are about devices."""
+    if verbose > 0:
+        return True
+    if _LOG_LINE.match(line):
+        return is_ready and line[0] in "WEF"
+    return not _BARE_LINE.match(line)
+
+
+def _reachable(host: str) -> str:
+    return "127.0.0.1" if host == "0.0.0.0" else host
+
+
+def _reserve_port(held: ExitStack, host: str, name: str, port: int) -> int:
+    """Bind ``port`` (0: any free one) until ``held`` closes. Raises ServerError when it is taken."""
+    listener = held.enter_context(socket.socket())
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # ports in TIME_WAIT are free
+    try:
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        reason = f"{name} is {port} on {host}: {error}; choose another, or 0 for a free one"
+        raise ServerError(reason) from error
+    return listener.getsockname()[1]
