@@ -1,0 +1,117 @@
+"""What one model has been told: which slots are open, and which step it executed last."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+
+from inkling.engine.sequence import Sequence
+from inkling.errors import StepGapError
+from inkling.protocol import OPEN_WIDTH, DraftStep, TargetStep, pack
+
+_log = logging.getLogger(__name__)
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Session:
+    """How the models know this engine: the private key of the run folder and the target's generation."""
+
+    key: np.ndarray  # int32 [KEY_WORDS]
+    generation: int
+
+
+def records(words: list[int], width: int) -> np.ndarray:
+    return np.array(words, np.int32).reshape(-1, width)
+
+
+class Channel:
+    """Bookkeeping for messages of one kind (TargetStep or DraftStep) to one model.
+
+    Opens and closes wait for the next message. A model applies closes first, so a slot may be closed and
+    opened again in one message.
+    """
+
+    def __init__(self, kind: type[TargetStep] | type[DraftStep], session: Session, masks: bool):
+        self._kind = kind
+        self._session = session
+        self._masks = masks  # only the target applies them
+        self.reset()
+
+    def reset(self) -> None:
+        """The next message makes the model forget every slot."""
+        self.last_step = 0
+        self._opening: dict[int, Sequence] = {}
+        self._closing: list[int] = []
+        self._open: dict[int, Sequence] = {}
+
+    def open(self, sequence: Sequence) -> None:
+        self._opening[sequence.slot] = sequence
+
+    def close(self, sequence: Sequence) -> None:
+        slot = sequence.slot
+        if self._opening.get(slot) is sequence:
+            del self._opening[slot]
+        elif self._open.get(slot) is sequence:
+            del self._open[slot]
+            self._closing.append(slot)
+
+    def exchange(
+        self,
+        step: int,
+        segments: np.ndarray,
+        ids: list[int],
+        pages: list[int],
+        call: Callable[[np.ndarray], Result],
+    ) -> Result:
+        """Sends one step; ``pages``: the words of its page records. After a StepGapError every open slot is
+        opened again, with all its pages, and the step is sent once more; a second gap is raised, like any
+        other error."""
+        message = self._kind(
+            self._session.generation,
+            step,
+            self.last_step,
+            closes=np.array(self._closing, np.int32),
+            pages=records(pages, 5),
+            segments=segments,
+            ids=np.array(ids, np.int32),
+            **self._opens(self._opening.values()),
+        )
+        self._open.update(self._opening)
+        try:
+            result = call(pack(message, self._session.key))
+        except StepGapError as gap:
+            _log.warning("step %d: %s; opening %d sequences again", step, gap, len(self._open))
+            result = call(pack(self._reopening(message), self._session.key))
+        self.last_step = step
+        self._opening.clear()
+        self._closing.clear()
+        return result
+
+    def _opens(self, sequences: Iterable[Sequence]) -> dict[str, np.ndarray]:
+        opens: list[int] = []
+        masks: list[int] = []
+        for sequence in sequences:
+            opens += sequence.slot_options().words()
+            if self._masks:
+                for token in sequence.masked_ids():
+                    masks += (sequence.slot, token)
+        return {"opens": records(opens, OPEN_WIDTH), "masks": records(masks, 2)}
+
+    def _reopening(self, message: TargetStep | DraftStep) -> TargetStep | DraftStep:
+        fresh = {(slot, kind, index) for slot, kind, index, _, _ in message.pages.tolist()}
+        pages: list[int] = []
+        for slot, sequence in self._open.items():
+            tables = sequence.target_pages if self._kind is TargetStep else sequence.draft_pages
+            pages += tables.records(slot, fresh)
+        return replace(
+            message,
+            previous_step=0,
+            closes=np.empty(0, np.int32),
+            pages=records(pages, 5),
+            **self._opens(self._open.values()),
+        )

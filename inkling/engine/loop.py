@@ -1,0 +1,370 @@
+"""The speculation loop: plan, target, verify, commit, draft, reply.
+
+The loop knows two callables that execute step messages, no server and no tensors. It owns all state of all
+requests; other threads only submit, cancel and wait.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from typing import Any, Protocol
+
+import numpy as np
+
+from inkling.engine.channel import Channel, Session, records
+from inkling.engine.outbox import Assembler, Outbox, Reply, Sender
+from inkling.engine.pages import CacheLayout
+from inkling.engine.request import GenerateRequest
+from inkling.engine.scheduler import EngineLimits, Scheduler, Segment
+from inkling.engine.sequence import Phase, Sequence
+from inkling.engine.verify import accepted_prefix
+from inkling.errors import CancelledError, DrainingError, InklingError, ModelError, RequestError
+from inkling.protocol import DraftStep, TargetStep
+
+_log = logging.getLogger(__name__)
+
+MAX_STEP = 2**31 - 1  # step numbers are INT32 words and only compared for equality; 0 is never one
+STOPPED = "the server stopped before the answer was complete"
+
+
+class TargetClient(Protocol):
+    def step(self, control: np.ndarray) -> tuple[np.ndarray, Any]:
+        """CONTROL (TargetStep) -> TOKENS int32 [draws] and the hidden states [T, H], opaque to the loop."""
+        ...
+
+
+class DraftClient(Protocol):
+    def step(self, control: np.ndarray, hidden: Any) -> np.ndarray:
+        """CONTROL (DraftStep), HIDDEN -> DRAFTS int32, segment by segment."""
+        ...
+
+
+class Engine:
+    """Serves requests with one target and one draft model.
+
+    ``submit``, ``cancel``, ``drain`` and ``close`` may be called from any thread. Either ``start`` runs the
+    loop and the sender in two threads, or the caller runs ``step`` and ``sender.send_ready`` itself.
+
+    When a model or the engine's own code fails in a step, every open request is answered with the error and
+    FINAL, and all state is dropped. Later requests are tried afresh: the next message makes the models forget
+    every slot, so the engine works again as soon as they answer.
+    """
+
+    def __init__(
+        self,
+        limits: EngineLimits,
+        layout: CacheLayout,
+        target: TargetClient,
+        draft: DraftClient | None,
+        session: Session,
+    ):
+        if draft is None and limits.num_draft_tokens:
+            raise ValueError(
+                f"num_draft_tokens is {limits.num_draft_tokens} but there is no draft model; set it to 0"
+            )
+        self.limits = limits
+        self.scheduler = Scheduler(limits, layout)
+        self.sender = Sender(self._wake)
+        self._target, self._draft = target, draft
+        self._to_target = Channel(TargetStep, session, masks=True)
+        self._to_draft = Channel(DraftStep, session, masks=False)
+        self._step = 0
+        self._changed = threading.Condition()  # guards the queue and the fields below
+        self._open: set[Sequence] = set()  # requests whose final chunk is not in their outbox yet
+        self._attention = False  # a request was cancelled
+        self._next_deadline = math.inf  # of the open requests, monotonic seconds
+        self._draining = self._closing = False
+        self._thread: threading.Thread | None = None
+
+    # Any thread.
+
+    def submit(
+        self,
+        request: GenerateRequest,
+        reply: Reply,
+        assembler: Assembler | None = None,
+        *,
+        stream: bool = False,
+    ) -> Sequence:
+        """Queues a request and returns its handle; its answer goes to ``reply``.
+
+        Raises RequestError, QueueFullError or DrainingError, and has not touched ``reply`` then.
+        """
+        limits, num_prompt = self.limits, len(request.prompt_ids)
+        room = limits.max_context - num_prompt
+        if num_prompt < 1 or room < 1:
+            raise RequestError(
+                f"the prompt has {num_prompt} tokens; 1 to {limits.max_context - 1} are allowed"
+            )
+        if request.stop.max_tokens < 1:
+            raise RequestError(f"max_tokens is {request.stop.max_tokens}; it must be 1 or more")
+        if not 0 <= request.num_draft_tokens <= limits.num_draft_tokens:
+            given = request.num_draft_tokens
+            raise RequestError(f"num_draft_tokens is {given}; it must be 0 to {limits.num_draft_tokens}")
+        sequence = Sequence(
+            request,
+            Outbox(reply, stream, num_prompt),
+            assembler,
+            max_tokens=min(request.stop.max_tokens, room),
+            deadline=time.monotonic() + request.timeout_us / 1e6 if request.timeout_us else math.inf,
+        )
+        with self._changed:
+            if self._draining or self._closing:
+                raise DrainingError("the server is about to stop; send the request to another one")
+            self.scheduler.enqueue(sequence)
+            self._open.add(sequence)
+            self._next_deadline = min(self._next_deadline, sequence.deadline)
+            self.sender.register(sequence.outbox)
+            self._changed.notify_all()
+        return sequence
+
+    def cancel(self, sequence: Sequence) -> None:
+        """Ends a request at the next step boundary with CANCELLED; no effect when it is complete."""
+        sequence.outbox.cancelled = True
+        self._wake()
+
+    def start(self) -> None:
+        self.sender.start()
+        self._thread = threading.Thread(target=self.run, name="engine", daemon=True)
+        self._thread.start()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Takes no more requests and waits until all are answered; False when some are not by then."""
+        with self._changed:
+            self._draining = True
+        return self.sender.wait_all_sent(timeout_s)
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        """Ends every open request with an error, then both threads."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        self._answer_all(DrainingError(STOPPED))  # also when the loop hangs in a call that never returns
+        self.sender.close(timeout_s)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._attention = True
+            self._changed.notify_all()
+
+    # The loop thread.
+
+    def run(self) -> None:
+        """Steps while there is work, until ``close``."""
+        try:
+            while True:
+                with self._changed:
+                    if self._closing:
+                        return
+                    if not self.scheduler.has_work:
+                        self._check_idle()
+                        self._changed.wait()
+                        continue
+                self.step()
+        finally:
+            with self._changed:
+                self._closing = True
+            self._fail_all(DrainingError(STOPPED))
+
+    def step(self) -> bool:
+        """One step for all running sequences; whether work remains. Raises nothing."""
+        try:
+            self._retire()
+            self._admit()
+            if plan := self.scheduler.plan():
+                tokens, hidden = self._run_target(plan)
+                self._verify(plan, tokens)
+                self._commit(plan)
+                self._run_draft(plan, hidden)
+                self._reply(plan)
+        except Exception as error:
+            _log.exception("step %d failed; %d requests end", self._step, len(self._open))
+            self._fail_all(
+                error if isinstance(error, InklingError) else InklingError(f"the engine failed: {error!r}")
+            )
+        return self.scheduler.has_work
+
+    def _retire(self) -> None:
+        """Ends what was cancelled or is past its deadline."""
+        now = time.monotonic()
+        with self._changed:
+            if not self._attention and now < self._next_deadline:
+                return
+            self._attention = False
+            ended = [s for s in self._open if s.outbox.cancelled or s.deadline <= now]
+            self._next_deadline = min((s.deadline for s in self._open.difference(ended)), default=math.inf)
+        for sequence in ended:
+            if sequence.outbox.cancelled:
+                self._end(sequence, CancelledError("the request was cancelled"))
+            else:
+                sequence.finish_reason = "timeout"
+                self._end(sequence)
+                self._push(sequence, [])
+        self.sender.post([s.outbox for s in ended])
+
+    def _admit(self) -> None:
+        with self._changed:
+            admitted = self.scheduler.admit()
+        for sequence in admitted:
+            self._to_target.open(sequence)
+            if sequence.num_depths:
+                self._to_draft.open(sequence)
+
+    def _run_target(self, plan: list[Segment]) -> tuple[list[int], Any]:
+        self._step = self._step % MAX_STEP + 1
+        segments: list[int] = []
+        ids: list[int] = []
+        pages: list[int] = []
+        num_draws = 0
+        for segment in plan:
+            sequence, first, rows = segment.sequence, segment.first, segment.rows
+            sequence.target_pages.cover(first, first + rows, sequence.slot, pages)
+            segments += (sequence.slot, first, rows, segment.draws)
+            ids += sequence.ids[first : first + rows]
+            ids += sequence.drafts[: segment.num_drafts]
+            num_draws += segment.draws
+        tokens, hidden = self._to_target.exchange(
+            self._step, records(segments, 4), ids, pages, self._target.step
+        )
+        if tokens.size != num_draws:
+            raise ModelError(
+                f"the target drew {tokens.size} tokens in step {self._step}; {num_draws} were asked for"
+            )
+        return tokens.tolist(), hidden
+
+    def _verify(self, plan: list[Segment], tokens: list[int]) -> None:
+        start = 0
+        for segment in plan:
+            if segment.draws:
+                drawn = tokens[start : start + segment.draws]
+                segment.accepted = accepted_prefix(segment.sequence.drafts[: segment.num_drafts], drawn)
+                segment.tokens = drawn[: segment.accepted + 1]
+                start += segment.draws
+
+    def _commit(self, plan: list[Segment]) -> None:
+        for segment in plan:
+            sequence = segment.sequence
+            sequence.num_computed += segment.rows - segment.num_drafts + segment.accepted
+            sequence.drafts = []
+            if sequence.window is not None:
+                sequence.window.verified(segment.accepted)
+            try:
+                segment.emitted = sequence.emit(segment.tokens)
+            except Exception as error:  # of the assembler: this request's own trouble
+                _log.exception("a request's text could not be assembled; it ends")
+                self._end(sequence, InklingError(f"the text could not be assembled: {error!r}"))
+                continue
+            sequence.total_draft_tokens += segment.num_drafts
+            sequence.total_accepted_draft_tokens += min(segment.accepted, len(segment.emitted))
+            if sequence.finish_reason:
+                self._end(sequence)
+
+    def _run_draft(self, plan: list[Segment], hidden: Any) -> None:
+        segments: list[int] = []
+        ids: list[int] = []
+        pages: list[int] = []
+        drafting: list[tuple[Sequence, int]] = []
+        row = 0
+        for segment in plan:
+            sequence, hidden_row = segment.sequence, row
+            row += segment.rows
+            if sequence.window is None or sequence.max_drafts == 0:
+                continue
+            waiting = sequence.num_uncomputed > 1  # more prompt
+            num_drafts = 0 if waiting else self.scheduler.draft_length(sequence)
+            window = sequence.window.plan(sequence.num_computed, len(sequence.ids), num_drafts)
+            if window.end > window.first:
+                sequence.draft_pages.cover(window.first, window.end, sequence.slot, pages)
+            segments += (sequence.slot, hidden_row, segment.first, sequence.num_computed - segment.first)
+            segments += (window.first, window.end, window.depths, window.drafts, window.num_known)
+            ids += sequence.ids[window.first + 1 : window.first + 1 + window.num_known]
+            drafting.append((sequence, window.drafts))
+        if not drafting:
+            return
+        step = self._draft.step
+        drafts = self._to_draft.exchange(
+            self._step, records(segments, 9), ids, pages, lambda control: step(control, hidden)
+        ).tolist()
+        if len(drafts) != sum(n for _, n in drafting):
+            raise ModelError(
+                f"the draft returned {len(drafts)} tokens in step {self._step}; "
+                f"{sum(n for _, n in drafting)} were asked for"
+            )
+        start = 0
+        for sequence, num_drafts in drafting:
+            sequence.drafts = drafts[start : start + num_drafts]
+            start += num_drafts
+
+    def _reply(self, plan: list[Segment]) -> None:
+        ready = []
+        for segment in plan:
+            sequence = segment.sequence
+            if segment.emitted:
+                self._push(sequence, segment.emitted)
+            if sequence.phase is Phase.FINISHED or (segment.emitted and sequence.outbox.stream):
+                ready.append(sequence.outbox)
+        if ready:
+            self.sender.post(ready)
+
+    def _push(self, sequence: Sequence, emitted: list[int]) -> None:
+        """Puts an increment into the outbox, with the text that may be released."""
+        text, finish_reason = "", sequence.finish_reason
+        if sequence.assembler is not None and (finish_reason or sequence.outbox.stream):
+            try:
+                text = sequence.assembler.finish() if finish_reason else sequence.assembler.take()
+            except Exception as error:
+                _log.exception("a request's text could not be assembled; it ends")
+                self._end(sequence, InklingError(f"the text could not be assembled: {error!r}"))
+                return
+        sequence.outbox.push(
+            emitted, text, finish_reason, sequence.total_draft_tokens, sequence.total_accepted_draft_tokens
+        )
+        if finish_reason:
+            with self._changed:
+                self._open.discard(sequence)
+
+    def _end(self, sequence: Sequence, error: InklingError | None = None) -> None:
+        """Takes a sequence out of queue or batch; ``error`` goes to its outbox."""
+        if sequence.phase is Phase.RUNNING:
+            self._to_target.close(sequence)
+            self._to_draft.close(sequence)
+            self.scheduler.release(sequence)
+        elif sequence.phase is Phase.WAITING:
+            with self._changed:
+                self.scheduler.waiting.remove(sequence)
+            sequence.phase = Phase.FINISHED
+        if error is not None:
+            sequence.outbox.fail(error)
+            with self._changed:
+                self._open.discard(sequence)
+
+    def _fail_all(self, error: InklingError) -> None:
+        """Answers every open request with ``error`` and drops all state."""
+        with self._changed:
+            self.scheduler.reset()
+        self._to_target.reset()
+        self._to_draft.reset()
+        self._answer_all(error)
+
+    def _answer_all(self, error: InklingError) -> None:
+        with self._changed:
+            failed = list(self._open)
+            self._open.clear()
+        for sequence in failed:
+            sequence.phase = Phase.FINISHED
+            sequence.outbox.fail(error)
+        self.sender.post([s.outbox for s in failed])
+
+    def _check_idle(self) -> None:
+        try:
+            self.scheduler.check_integrity()
+        except Exception:
+            _log.exception("the page tables do not add up while idle; starting afresh")
+            self.scheduler.reset()
+            self._to_target.reset()
+            self._to_draft.reset()

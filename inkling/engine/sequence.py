@@ -1,0 +1,107 @@
+"""One request while the engine works on it. Touched by the loop thread only."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from inkling.engine.draft_window import DraftWindow
+from inkling.engine.outbox import Assembler, Outbox
+from inkling.engine.pages import SequencePages
+from inkling.engine.request import GenerateRequest
+from inkling.protocol import SlotOptions
+
+
+class Phase(Enum):
+    WAITING = "waiting"  # in the queue; holds nothing
+    RUNNING = "running"  # has a slot and pages
+    FINISHED = "finished"  # gave them back; its last chunk may still be on its way
+
+
+class Sequence:
+    """``ids`` are committed: the prompt, then what was emitted. Positions below ``num_computed`` have a
+    target state.
+
+    ``num_uncomputed`` is 1 while decoding (the newest token) and more while prompt waits.
+    """
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        outbox: Outbox,
+        assembler: Assembler | None,
+        *,
+        max_tokens: int,
+        deadline: float,
+    ):
+        self.request = request
+        self.outbox = outbox
+        self.assembler = assembler
+        self.max_tokens = max_tokens  # the request's, cut to the context left
+        self.deadline = deadline  # monotonic seconds; infinity: none
+        # Drafting takes a token before it and one that verifies it: a shorter answer keeps no draft state.
+        self.num_depths = request.num_draft_tokens if max_tokens > 2 else 0
+        self.phase = Phase.WAITING
+        self.finish_reason = ""  # stop | length | timeout
+        self.slot = -1
+        self.ids: list[int] = list(request.prompt_ids)
+        self.num_computed = 0
+        self.drafts: list[int] = []  # pending: proposals for the positions after the last id
+        self.window: DraftWindow | None = None
+        self.target_pages: SequencePages | None = None
+        self.draft_pages: SequencePages | None = None
+        self.total_draft_tokens = 0  # drafts the target has verified
+        self.total_accepted_draft_tokens = 0  # of those, accepted and emitted
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def num_emitted(self) -> int:
+        return len(self.ids) - len(self.request.prompt_ids)
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.ids) - self.num_computed
+
+    @property
+    def max_drafts(self) -> int:
+        """Drafts that a next step could verify: each may be emitted, and one token always follows them."""
+        return max(0, min(self.num_depths, self.max_tokens - self.num_emitted - 1))
+
+    def slot_options(self) -> SlotOptions:
+        sampling = self.request.sampling
+        return SlotOptions(
+            self.slot,
+            self.num_depths,
+            sampling.temperature,
+            sampling.top_k,
+            sampling.top_p,
+            sampling.min_p,
+            sampling.seed,
+            min_position=self.num_prompt_tokens + self.request.stop.min_tokens,
+        )
+
+    def masked_ids(self) -> frozenset[int]:
+        """Ids that may not be drawn for a position below ``min_position``."""
+        return self.request.stop.stop_ids if self.request.stop.min_tokens else frozenset()
+
+    def emit(self, tokens: list[int]) -> list[int]:
+        """Commits ``tokens`` one by one up to the cut, the first token that ends the request; returns those
+        kept.
+
+        Sets ``finish_reason`` at the cut. Raises what the assembler raises.
+        """
+        stop = self.request.stop
+        room = self.max_tokens - self.num_emitted
+        to_minimum = stop.min_tokens - self.num_emitted
+        for count, token in enumerate(tokens, 1):
+            self.ids.append(token)
+            completes_stop_word = self.assembler is not None and self.assembler.append(token)
+            if completes_stop_word or (count > to_minimum and token in stop.stop_ids):
+                self.finish_reason = "stop"
+            elif count >= room:
+                self.finish_reason = "length"
+            if self.finish_reason:
+                return tokens[:count]
+        return tokens
