@@ -37,7 +37,7 @@ SINGLE_FILE = "model.safetensors"
 MTP_FILE = "mtp.safetensors"
 
 _FLOAT_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
-_TRANSFORMERS_MTP_MARKS = (".mtp_block.", ".hnorm.", ".enorm.", ".eh_proj.", "shared_post_norm.")
+_TRANSFORMERS_MTP_MARKS = (".mtp_block.", ".hnorm.", ".enorm.", ".eh_proj.")
 # transformers' MtpModel.save_pretrained adds copies of the target's embedding and head; nothing reads them
 _MTP_COPIES = ("model.mtp.embed_tokens.weight", "model.mtp.shared_head.weight")
 _QUANTISED_EXTRA = re.compile(r"experts\.w(13|2)_weight\.")
@@ -209,7 +209,7 @@ def _locate(directory: Path) -> tuple[list[Path], dict[str, str] | None]:
         if not (directory / name).exists():
             raise CheckpointError(index, "weight_map", name, "it is listed and does not exist")
     if single.exists() and SINGLE_FILE not in names:
-        raise CheckpointError(single, "file", SINGLE_FILE, f"it is not in {INDEX_FILE}; remove one of the two")
+        raise CheckpointError(single, "file", SINGLE_FILE, f"it is not in {INDEX_FILE}; remove one of them")
     if mtp.exists() and MTP_FILE not in names:
         names.append(MTP_FILE)
     return [directory / name for name in names], weight_map

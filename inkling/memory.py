@@ -43,7 +43,7 @@ def page_bytes(
 def _need(
     config: ModelConfig, num_drafts: int, length: int, max_chunk: int, page_size: Mapping[Kind, int]
 ) -> dict[Model, dict[Kind, int]]:
-    """The most pages that one sequence of ``length`` rows holds, by model and kind; 0 where no layer has it."""
+    """The most pages that one sequence of ``length`` rows holds, by model and kind; 0 without such layers."""
     window = config.local.window
     assert window is not None
     stacks = _geometries(config, num_drafts)
@@ -202,8 +202,9 @@ def plan(
 ) -> PlanReport:
     """Plans one device: caches of ``cache_bytes``, or of what ``memory_bytes`` leaves.
 
-    ``ValueError`` when not exactly one of the two is given, when weights and contexts alone exceed the memory, or
-    when ``num_drafts`` or ``sequence_length`` exceed the checkpoint's bounds.
+    ``max_chunk``: rows of the longest prompt chunk. ``ValueError`` when not exactly one of the two is given,
+    when weights and contexts alone exceed the memory, or when ``num_drafts`` or ``sequence_length`` is beyond
+    what the checkpoint has.
     """
     if not 0 <= num_drafts <= config.mtp_depths:
         raise ValueError(f"num_drafts is {num_drafts}; the checkpoint has {config.mtp_depths} MTP depths")

@@ -51,6 +51,40 @@ def tiny_config(**overrides: Any) -> ModelConfig:
     return dataclasses.replace(config, **overrides)
 
 
+def released_config(name: Literal["Inkling", "Inkling-Small"]) -> ModelConfig:
+    """The shapes of a released model: for arithmetic, and for rehearsals at full size."""
+    is_small = name == "Inkling-Small"
+    num_layers, heads = (42, 32) if is_small else (66, 64)
+    local_depths = (0, 2, 4, 5, 6, 7)
+    return ModelConfig(
+        hidden_size=4096 if is_small else 6144,
+        num_layers=num_layers,
+        vocab_size=200058,
+        padded_vocab_size=201024,
+        full=AttentionGeometry(heads, num_kv_heads=8, head_dim=128, rel_extent=1024, window=None),
+        local=AttentionGeometry(heads, 8 if is_small else 16, head_dim=128, rel_extent=512, window=512),
+        layer_is_local=tuple(layer % 6 != 5 for layer in range(num_layers)),
+        layer_is_dense=tuple(layer < 2 for layer in range(num_layers)),
+        dense_ffn=16384 if is_small else 24576,
+        expert_ffn=2048 if is_small else 3072,
+        num_experts=256,
+        num_experts_per_token=6,
+        num_shared_experts=2,
+        rms_norm_eps=1e-6,
+        use_embed_norm=True,
+        route_scale=8.0,
+        mup_multiplier=16.0 if is_small else 24.0,
+        log_scaling_floor=128000.0,
+        log_scaling_alpha=0.1,
+        max_position=1048576,
+        eos_token_ids=(200006,),
+        mtp_depths=8,
+        mtp_is_local=tuple(depth in local_depths for depth in range(8)),
+        mtp_chain_norm=False,
+        format="original",
+    )
+
+
 def random_tensors(config: ModelConfig, seed: int, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     """Every tensor of target and depths under its original name, from ``seed`` alone.
 
