@@ -106,6 +106,8 @@ def parse_request(
     value and bound.
     """
     check_request_parameters(parameters)
+    if timeout_us >= 2**63:  # how the server hands on a negative one
+        raise RequestError(f"the request's timeout is {timeout_us - 2**64} us; it must be 0 (none) or more")
     given = read_settings(tensors)
     get = _getter(given)
     prompt_ids, prompt_text = _read_prompt(given, context, echo=not get("exclude_input_in_output", True))
@@ -151,7 +153,8 @@ def check_request_parameters(parameters: Mapping[str, object]) -> None:
             raise RequestError(
                 f"request parameter {name} is {shown(value)}; send it inside {SAMPLING_PARAMETERS}"
             )
-        raise RequestError(f"unknown request parameter {shown(name)}{nearest(name, {*INPUTS, *KEYS})}")
+        hint = nearest(name, {*INPUTS, *KEYS}) or "; the model's metadata lists its inputs"
+        raise RequestError(f"unknown request parameter {shown(name)}{hint}")
 
 
 def read_settings(tensors: Mapping[str, np.ndarray]) -> dict[str, Given]:

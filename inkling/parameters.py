@@ -118,7 +118,7 @@ def from_tensor(name: str, array: np.ndarray) -> Value:
     """The value of input ``name``. Raises RequestError on an unknown name, a wrong type, shape or value."""
     field = INPUTS.get(name)
     if field is None:
-        raise RequestError(f"unknown input {name!r}{nearest(name, INPUTS)}")
+        raise RequestError(f"unknown input {shown(name)}{nearest(name, INPUTS)}")
     if array.dtype != NUMPY_TYPES[field.type]:
         raise RequestError(f"{name} has type {array.dtype}; it must be {field.type.removeprefix('TYPE_')}")
     if array.ndim != 1 or (field.dims == (1,) and array.shape != (1,)):
@@ -140,7 +140,8 @@ def from_json(key: str, value: object) -> Value:
     if field is None and key in INPUTS:
         raise RequestError(f"{name}: {key!r} is an input of its own, not a key of {SAMPLING_PARAMETERS}")
     if field is None:
-        raise RequestError(f"{SAMPLING_PARAMETERS} has the unknown key {shown(key)}{nearest(key, KEYS)}")
+        hint = nearest(key, KEYS) or f"; known are {', '.join(KEYS)}"
+        raise RequestError(f"{SAMPLING_PARAMETERS} has the unknown key {shown(key)}{hint}")
     if value is None:
         return None
     if field.type == ANY_JSON:
@@ -201,10 +202,9 @@ def shown(value: object) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: the nearest known one, or all of them."""
-    known = sorted(known)
-    close = difflib.get_close_matches(name.lower()[:80], known, n=1)
-    return f"; did you mean {close[0]!r}?" if close else f"; known are {', '.join(known)}"
+    """The end of a message about an unknown name: the known one that it resembles, if any."""
+    close = difflib.get_close_matches(name.lower()[:80], sorted(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def check_id(name: str, token: int, vocab_size: int) -> None:

@@ -236,7 +236,8 @@ def test_names_in_the_wrong_place_say_where_they_belong():
     refused("request parameter max_tokens is 5", "send it as the input", parameters={"max_tokens": 5})
     refused("request parameter stop is 'x'", "inside sampling_parameters", parameters={"stop": "x"})
     refused("'stream' is an input of its own", sampling={"stream": True})
-    refused("unknown request parameter 'zzzz'", "known are", parameters={"zzzz": 1})
+    refused("unknown request parameter 'zzzz'", "metadata", parameters={"zzzz": 1})
+    refused("unknown key 'zzzz'", "known are temperature, top_k", sampling={"zzzz": 1})
     with pytest.raises(RequestError, match="unknown input 'max_token'; did you mean 'max_tokens'"):
         parse_request({"max_token": np.array([1], np.int32)}, {}, 0, CONTEXT)
 
@@ -346,6 +347,7 @@ def test_the_sooner_deadline_holds():
     assert parse(timeout_us=5_000, timeout_ms=3).request.timeout_us == 3_000
     assert parse(timeout_us=5_000, timeout_ms=9).request.timeout_us == 5_000
     assert parse(timeout_ms=9).request.timeout_us == 9_000
+    refused("timeout is -5 us", "0 (none) or more", timeout_us=2**64 - 5)
 
 
 def test_flags_ask_for_outputs():
