@@ -13,13 +13,21 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders
 
+from inkling.errors import CheckpointError
+
 REPLACEMENT = "\ufffd"
 
 
 def load_tokenizer(directory: str | Path) -> Tokenizer | None:
-    """The tokenizer of ``tokenizer.json`` in a checkpoint directory; None when the file is absent."""
+    """The tokenizer of ``tokenizer.json`` in a checkpoint directory; None when the file is absent. Raises
+    CheckpointError when it is not a tokenizer."""
     path = Path(directory) / "tokenizer.json"
-    return Tokenizer.from_file(str(path)) if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing narrower
+        raise CheckpointError(path, "content", str(error), "it must be a tokenizers JSON file") from error
 
 
 @lru_cache(maxsize=8)

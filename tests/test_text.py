@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from inkling.errors import CheckpointError
 from inkling.text import TextAssembler, load_tokenizer, longest_piece
 
 CORPUS = [
@@ -185,4 +186,7 @@ def test_a_tokenizer_is_read_from_the_checkpoint_directory(tokenizer, tmp_path):
     assert load_tokenizer(tmp_path) is None
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert load_tokenizer(tmp_path).encode("naïve").ids == tokenizer.encode("naïve").ids
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="tokenizer.json"):
+        load_tokenizer(tmp_path)
     assert longest_piece(tokenizer) >= len("<|pad é|>".encode())
