@@ -97,6 +97,14 @@ class RunFolder:
                 progress(f"waiting for inkling_target, {now - start:.0f} of at most {timeout_s:.0f} s")
             time.sleep(_POLL_S)
 
+    def serve_drain(self, drain: Callable[[float], bool]) -> None:
+        """Waits for ``drain`` to appear, calls ``drain(seconds)`` until it is done, and creates ``drained``."""
+        while not self.drain.exists():
+            time.sleep(_POLL_S)
+        while not drain(_PROGRESS_S):
+            pass
+        self.drained.touch()
+
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
 

@@ -1,0 +1,78 @@
+"""The engine's two models reached over Triton's business-logic calls, and the private side of that road.
+
+``BlsTarget`` and ``BlsDraft`` run in ``spec_ensemble``; ``answer`` and ``check_key`` run in the models they call.
+``pb_utils`` (``triton_python_backend_utils``) exists in a server's stub only, so it is handed in.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from inkling import errors
+from inkling.errors import AccessError, InklingError, ModelError
+from inkling.protocol import CONTROL, DRAFT_MODEL, DRAFTS, HIDDEN, TARGET_MODEL, TOKENS, control_key
+
+_log = logging.getLogger(__name__)
+
+
+class BlsTarget:
+    def __init__(self, pb_utils: Any):
+        self._pb_utils = pb_utils
+
+    def step(self, control: np.ndarray) -> tuple[np.ndarray, Any]:
+        """-> TOKENS int32 [draws], and the HIDDEN tensor as the server handed it over."""
+        pb_utils = self._pb_utils
+        response = _call(pb_utils, TARGET_MODEL, [pb_utils.Tensor(CONTROL, control)], [TOKENS, HIDDEN])
+        tokens = pb_utils.get_output_tensor_by_name(response, TOKENS).as_numpy()
+        return tokens, pb_utils.get_output_tensor_by_name(response, HIDDEN)
+
+
+class BlsDraft:
+    def __init__(self, pb_utils: Any):
+        self._pb_utils = pb_utils
+
+    def step(self, control: np.ndarray, hidden: Any) -> np.ndarray:
+        """-> DRAFTS int32. ``hidden`` is passed on unseen."""
+        pb_utils = self._pb_utils
+        response = _call(pb_utils, DRAFT_MODEL, [pb_utils.Tensor(CONTROL, control), hidden], [DRAFTS])
+        return pb_utils.get_output_tensor_by_name(response, DRAFTS).as_numpy()
+
+
+def _call(pb_utils: Any, model: str, inputs: list[Any], outputs: list[str]) -> Any:
+    request = pb_utils.InferenceRequest(model_name=model, requested_output_names=outputs, inputs=inputs)
+    response = request.exec()
+    if response.has_error():
+        raise _error_of(model, response.error().message())
+    return response
+
+
+def _error_of(model: str, message: str) -> InklingError:
+    """The exception that ``answer`` put into words; anything else is a ModelError."""
+    name, _, rest = message.partition(": ")
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, errors.ProtocolError):
+        return kind(rest)
+    return ModelError(f"{model} failed: {message}")
+
+
+def check_key(model: str, control: np.ndarray, key: bytes) -> None:
+    """Raises AccessError unless ``control`` carries the run folder's key."""
+    if not hmac.compare_digest(control_key(control), key):
+        raise AccessError(f"{model} is private to this server; send requests to spec_ensemble")
+
+
+def answer(pb_utils: Any, request: Any, step: Callable[[Any], list[Any]]) -> Any:
+    """The response to one private call: the tensors ``step`` makes of it, or its error in words."""
+    try:
+        return pb_utils.InferenceResponse(output_tensors=step(request))
+    except Exception as error:
+        if not isinstance(error, InklingError):
+            _log.exception("a step failed")
+            error = ModelError(f"{type(error).__name__}: {error}")
+        code = getattr(pb_utils.TritonError, error.code)
+        return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"{type(error).__name__}: {error}", code))

@@ -1,0 +1,68 @@
+"""spec_ensemble: the public model. A decoupled BLS model, despite its name: a Triton ensemble is a fixed graph and
+cannot loop. ``execute`` only admits; one thread runs the draft/verify loop for all requests, one sends.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import triton_python_backend_utils as pb_utils
+
+from inkling.bls import BlsDraft, BlsTarget
+from inkling.deployment import Deployment
+from inkling.engine.channel import Session
+from inkling.engine.loop import Engine
+from inkling.engine.scheduler import EngineLimits
+from inkling.errors import InklingError
+from inkling.interface import InterfaceContext
+from inkling.protocol import ENSEMBLE_MODEL
+from inkling.run_folder import RunFolder
+from inkling.settings import Settings
+from inkling.text import load_tokenizer
+from inkling.triton_io import TritonReply, read_request, send_error
+
+
+class TritonPythonModel:
+    def initialize(self, args: dict[str, str]) -> None:
+        settings = Settings.load()
+        deployment = Deployment.of(settings)
+        config = deployment.config
+        self._context = InterfaceContext(
+            load_tokenizer(settings.checkpoint),
+            config.vocab_size,
+            frozenset(config.eos_token_ids),
+            deployment.max_context,
+            deployment.num_draft_tokens,
+        )
+        limits = EngineLimits(
+            deployment.max_context,
+            settings.max_running_sequences,
+            settings.max_tokens_per_step,
+            settings.max_queued_requests,
+            deployment.num_draft_tokens,
+        )
+        folder = RunFolder.of_parent(settings.run_root)
+        record = folder.wait_for_target(settings.load_timeout_s, _report)
+        session = Session(record.key_words, record.generation)
+        self._engine = Engine(limits, deployment.layout, BlsTarget(pb_utils), BlsDraft(pb_utils), session)
+        self._engine.start()
+        threading.Thread(target=folder.serve_drain, args=(self._engine.drain,), name="drain", daemon=True).start()
+
+    def execute(self, requests: list) -> None:
+        for request in requests:
+            sender = request.get_response_sender()
+            try:
+                parsed = read_request(request, self._context)
+                reply = TritonReply(pb_utils, sender, parsed)
+                self._engine.submit(parsed.request, reply, parsed.assembler, stream=parsed.stream)
+            except InklingError as error:
+                send_error(pb_utils, sender, error)
+            except Exception as error:
+                send_error(pb_utils, sender, InklingError(f"the request could not be read: {error!r}"))
+
+    def finalize(self) -> None:
+        self._engine.close()
+
+
+def _report(line: str) -> None:
+    print(f"{ENSEMBLE_MODEL}: {line}", flush=True)
