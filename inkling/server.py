@@ -55,7 +55,7 @@ class ServerOptions:
     grpc_port: int = 8001
     metrics_port: int = 8002
     drain_timeout_s: float = 60.0  # requests still open after this are cut off
-    exit_timeout_s: int = 30  # how long the server waits for its models to unload
+    exit_timeout_s: int = 10  # for unloading; an idle HTTP or gRPC connection of a client uses it all
     shared_memory_bytes: int = 64 << 20  # of each model's region; one that never grows never remaps
     thread_pool_size: int = 32  # of each model: every call between models and every send holds one thread
     cuda_pool_bytes: int = 1 << 30  # GPU 0; calls between models copy their GPU tensors through it
@@ -151,9 +151,9 @@ class RunningServer:
     def stop(self) -> None:
         """Drain, stop, clean up. An interrupt on the way cuts the rest short but for the cleaning up."""
         try:
-            if self.is_ready:
+            if self.is_ready and not self._failure():
                 self._drain()
-            self._terminate()
+                self._terminate()
         finally:
             self.kill()
 
@@ -187,7 +187,7 @@ class RunningServer:
             return
         self._process.send_signal(signal.SIGTERM)
         try:
-            self._process.wait(timeout=self.options.exit_timeout_s + 5.0)
+            self._process.wait(timeout=self.options.exit_timeout_s + 2.0)
         except subprocess.TimeoutExpired:
             self._report(f"the server did not stop within {self.options.exit_timeout_s} s and is killed")
 
