@@ -89,7 +89,7 @@ def gumbel_noise(seed: Tensor, position: Tensor, vocab_size: int) -> Tensor:
 
 
 def filter_logits_reference(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """Temperature and filters, on the CPU, no row greedy: [R, V'] fp32 -> [R, V'] fp32, -inf: filtered out."""
+    """Temperature and filters of sampled rows, on the CPU: [R, V'] fp32 -> same shape, -inf: filtered out."""
     scaled = logits / rows.temperature.clamp(min=MIN_TEMPERATURE)[:, None]
     if (rows.min_p > 0).any():
         scaled = _apply_min_p(scaled, rows.min_p)
