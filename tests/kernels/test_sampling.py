@@ -321,7 +321,7 @@ def num_threads(request: pytest.FixtureRequest):
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "num_threads"), [(251, 1), (1000, 1), (4093, 1), (4093, 2)], indirect=["num_threads"]
+    ("vocab_size", "num_threads"), [(251, 1), (1000, 1), (4093, 1), (4001, 2)], indirect=["num_threads"]
 )
 @pytest.mark.usefixtures("num_threads")
 def test_a_row_draws_the_same_bits_in_every_batch(vocab_size: int) -> None:
