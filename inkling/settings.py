@@ -28,6 +28,7 @@ class Settings:
     max_context: int = 0  # positions of one sequence; 0: the checkpoint's limit, at most 4096
     max_running_sequences: int = 16
     max_tokens_per_step: int = 512  # rows of one target call: decodes first, then prompt chunks
+    max_prompt_chunk: int = 0  # rows of one prompt in a step; 0: all that max_tokens_per_step allows
     max_queued_requests: int = 256  # waiting requests; one more is answered UNAVAILABLE
     cache_bytes: int = 1 << 30  # all caches of target and draft together
     threads: int = 0  # torch threads of the target and of the draft; 0: the number of cores. Part of the promise
@@ -44,7 +45,7 @@ class Settings:
         _check(self.tensor_parallel_size == 1, "tensor_parallel_size", self.tensor_parallel_size, "1 for now")
         for name in ("max_running_sequences", "max_tokens_per_step", "max_queued_requests", "cache_bytes"):
             _check(getattr(self, name) > 0, name, getattr(self, name), "1 or more")
-        for name in ("threads", "load_timeout_s"):
+        for name in ("threads", "load_timeout_s", "max_prompt_chunk"):
             _check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
 
     @property

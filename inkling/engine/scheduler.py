@@ -9,6 +9,7 @@ from inkling.engine.draft_window import DraftWindow
 from inkling.engine.pages import CacheLayout, Model, PageAllocator, worst_case_pages
 from inkling.engine.sequence import Phase, Sequence
 from inkling.errors import QueueFullError, RequestError
+from inkling.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -18,9 +19,21 @@ class EngineLimits:
     max_tokens_per_step: int  # rows of one target call
     max_queued_requests: int
     num_draft_tokens: int  # N: the most drafts a step verifies; 0: no draft model
+    max_prompt_chunk: int = 1 << 30  # rows of one prompt in a step, within max_tokens_per_step
+
+    @classmethod
+    def of(cls, settings: Settings, max_context: int, num_draft_tokens: int) -> EngineLimits:
+        return cls(
+            max_context,
+            settings.max_running_sequences,
+            settings.max_tokens_per_step,
+            settings.max_queued_requests,
+            num_draft_tokens,
+            settings.max_prompt_chunk or settings.max_tokens_per_step,
+        )
 
     def __post_init__(self) -> None:
-        for name in ("max_context", "max_running_sequences", "max_tokens_per_step", "max_queued_requests"):
+        for name in ("max_context", "max_running_sequences", "max_tokens_per_step", "max_queued_requests", "max_prompt_chunk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
         if self.num_draft_tokens < 0:
@@ -136,7 +149,7 @@ class Scheduler:
         for sequence in prompts:
             if spare == 0:
                 break
-            rows = min(sequence.num_uncomputed, spare)
+            rows = min(sequence.num_uncomputed, spare, self.limits.max_prompt_chunk)
             spare -= rows
             plan.append(self._segment(sequence, rows))
         return plan
@@ -161,7 +174,7 @@ class Scheduler:
 
     def _worst_case(self, sequence: Sequence) -> dict[Model, tuple[int, int, int]]:
         positions = sequence.num_prompt_tokens + sequence.max_tokens - 1
-        chunk = min(self.limits.max_tokens_per_step, positions)
+        chunk = min(self.limits.max_tokens_per_step, self.limits.max_prompt_chunk, positions)
         return {
             model: worst_case_pages(self.layout, model, positions, chunk, sequence.num_depths)
             for model in Model

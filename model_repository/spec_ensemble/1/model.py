@@ -34,13 +34,7 @@ class TritonPythonModel:
             deployment.max_context,
             deployment.num_draft_tokens,
         )
-        limits = EngineLimits(
-            deployment.max_context,
-            settings.max_running_sequences,
-            settings.max_tokens_per_step,
-            settings.max_queued_requests,
-            deployment.num_draft_tokens,
-        )
+        limits = EngineLimits.of(settings, deployment.max_context, deployment.num_draft_tokens)
         folder = RunFolder.of_parent(settings.run_root)
         record = folder.wait_for_target(settings.load_timeout_s, _report)
         session = Session(record.key_words, record.generation)
