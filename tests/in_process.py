@@ -2,51 +2,42 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import numpy as np
 
 from inkling.deployment import Deployment
 from inkling.engine.channel import Session
 from inkling.engine.loop import DraftClient, Engine
-from inkling.engine.outbox import Chunk
 from inkling.engine.request import GenerateRequest
-from inkling.engine.scheduler import EngineLimits
+from inkling.engine.scheduler import EngineLimits, Segment
 from inkling.model.load import load_draft_runner, load_target_runner
 from inkling.model.shared_weights import SharedWeights
 from inkling.settings import Settings
+from tests.engine.harness import RecordedReply
 
 GENERATION = 7
 SESSION = Session(np.arange(8, dtype=np.int32), GENERATION)
 
 
-@dataclass
-class CollectReply:
-    """A reply that keeps everything."""
+class CountingEngine(Engine):
+    """``verified`` counts (drafts verified, drafts accepted) over all steps and sequences."""
 
-    ids: list[int] = field(default_factory=list)
-    chunks: list[Chunk] = field(default_factory=list)
-    cancelled: bool = False
+    verified: Counter[tuple[int, int]]
 
-    def send(self, chunk: Chunk) -> None:
-        assert not (self.chunks and self.chunks[-1].final), "a chunk after FINAL"
-        self.chunks.append(chunk)
-        self.ids += chunk.ids
-
-    def is_cancelled(self) -> bool:
-        return self.cancelled
-
-    @property
-    def last(self) -> Chunk:
-        assert self.chunks and self.chunks[-1].final, "no FINAL"
-        return self.chunks[-1]
+    def _commit(self, plan: list[Segment]) -> None:
+        self.verified.update((s.num_drafts, s.accepted) for s in plan if s.num_drafts)
+        super()._commit(plan)
 
 
 class LocalModels:
     """Target and depths of one checkpoint, loaded once; engines of any setting take turns on them."""
 
-    def __init__(self, checkpoint: Path, **settings: object):
+    def __init__(self, checkpoint: Path | str, **settings: object):
         self.deployment = Deployment.of(Settings.from_values({"checkpoint": str(checkpoint), **settings}))
         self.target = load_target_runner(self.deployment, generation=GENERATION)
         weights = self.target.model.weights
@@ -54,26 +45,35 @@ class LocalModels:
             self.deployment, SharedWeights(weights.embed, weights.head), generation=GENERATION
         )
 
-    def engine(self, draft: DraftClient | None = None, **limits: int) -> Engine:
+    @property
+    def num_depths(self) -> int:
+        return self.deployment.num_draft_tokens
+
+    def engine(self, draft: DraftClient | None = None, **limits: int) -> CountingEngine:
         """An engine whose loop the caller steps. ``draft`` replaces the depths; ``limits``: EngineLimits fields."""
-        settings, deployment = self.deployment.settings, self.deployment
-        default = EngineLimits(
-            deployment.max_context,
-            settings.max_running_sequences,
-            settings.max_tokens_per_step,
-            settings.max_queued_requests,
-            deployment.num_draft_tokens,
-        )
-        return Engine(replace(default, **limits), deployment.layout, self.target, draft or self.draft, SESSION)
+        deployment = self.deployment
+        limits = replace(EngineLimits.of(deployment.settings, deployment.max_context, self.num_depths), **limits)
+        engine = CountingEngine(limits, deployment.layout, self.target, draft or self.draft, SESSION)
+        engine.verified = Counter()
+        return engine
 
 
-def generate(engine: Engine, requests: list[GenerateRequest]) -> list[CollectReply]:
-    """Runs requests that all arrive at once to their end."""
-    replies = [CollectReply() for _ in requests]
-    for request, reply in zip(requests, replies, strict=True):
-        engine.submit(request, reply)
+def generate(
+    engine: Engine, requests: Sequence[GenerateRequest], arrivals: Random | None = None
+) -> list[RecordedReply]:
+    """Runs requests to their end; they arrive all at once, or after random steps drawn from ``arrivals``."""
+    replies = [RecordedReply() for _ in requests]
+    waiting = list(zip(requests, replies, strict=True))
+    while waiting:
+        for _ in range(len(waiting) if arrivals is None else arrivals.choice((0, 0, 1, 2))):
+            if waiting:
+                engine.submit(*waiting.pop(0))
+        engine.step()
     while engine.step():
         pass
     engine.sender.send_ready()
     engine.scheduler.check_integrity()
+    for reply in replies:
+        if reply.error is not None:
+            raise reply.error
     return replies
