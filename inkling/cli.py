@@ -63,7 +63,7 @@ def serve(
         try:
             with RunningServer(load_settings(settings_given), options, report=_note) as server:
                 print(
-                    f"ready http://{server.http_url} grpc://{server.grpc_url} metrics http://{server.metrics_url}",
+                    f"ready http://{server.http_url} grpc://{server.grpc_url} metrics http://{server.metrics_url}/metrics",
                     flush=True,
                 )
                 server.wait()

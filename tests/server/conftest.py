@@ -85,7 +85,8 @@ class ServeCommand:
     def wait_for(self, holds: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not holds():
-            assert self.process.poll() is None, f"{what}: serve ended\n{self.errors.read_text()}"
+            has_failed = (self.process.poll() or 0) > 0
+            assert not has_failed, f"{what}: serve ended\n{self.errors.read_text()}"
             assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s\n{self.errors.read_text()}"
             time.sleep(0.02)
 
@@ -97,7 +98,7 @@ class ServeCommand:
         return self.process.wait(timeout=STOP_S)
 
     def processes(self) -> list[process_group.Member]:
-        return process_group.members(self.server_pid)
+        return [m for m in process_group.members(self.server_pid) if not m.is_zombie]
 
     def leftovers(self) -> list[object]:
         """Processes, shared-memory regions and folders that are still there."""

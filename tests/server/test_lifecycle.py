@@ -46,14 +46,14 @@ def test_ctrl_c_drains_and_leaves_nothing_behind(serve, tiny_checkpoint):
     command = serve("--checkpoint", str(tiny_checkpoint))
     command.wait_ready()
     assert len(command.processes()) == 4  # tritonserver and three stubs
-    open_stream = OpenStream(command.grpc_url, max_tokens=400)
+    open_stream = OpenStream(command.grpc_url, max_tokens=150)
     command.wait_for(lambda: open_stream.num_tokens > 0, "first token")
     command.signal(signal.SIGINT)
     command.wait_for(lambda: command.is_draining, "drain")
     with pytest.raises(ResponseError, match="about to stop"):
         list(stream_http(command.http_url, REQUEST))
     open_stream.join()
-    assert (open_stream.num_tokens, open_stream.error) == (400, None)
+    assert (open_stream.num_tokens, open_stream.error) == (150, None)
     assert command.wait_stopped() == 0
     assert command.leftovers() == []
 
