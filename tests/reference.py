@@ -86,8 +86,7 @@ class Reference:
         return outputs
 
     def greedy_drafts(self, ids: Sequence[int], n: int) -> list[int]:
-        """The ``n`` ids that depths 0..n-1 propose after ``ids[-1]``, each depth fed with the drafts before
-        it.
+        """The ``n`` ids that depths 0..n-1 propose after ``ids[-1]``, each fed with the drafts before it.
 
         ``ids`` is prompt + emitted, at least two of them: the target state of position len(ids) - 2 is the
         newest one that exists when ``ids[-1]`` has been drawn, so the drafts come from entry len(ids) - 2 of
@@ -105,8 +104,7 @@ class Reference:
         return known[len(ids) :]
 
     def generate(self, ids: Sequence[int], max_new_tokens: int, n: int) -> tuple[list[int], list[int]]:
-        """Greedy speculative decoding of ``ids``: the emitted ids, and the number of accepted drafts of every
-        step.
+        """Greedy speculative decoding after ``ids``: the emitted ids, and the accepted drafts of every step.
 
         A step drafts ``n`` ids (fewer when fewer than n + 1 may still be emitted), runs the target over all
         of them, emits the drafts that equal the target's own choice and then the target's next choice. The
@@ -161,7 +159,7 @@ class Reference:
         return x + self._short_conv(mlp, block + "mlp_sconv.weight")
 
     def _attention(self, attn: str, a: Tensor, geometry: AttentionGeometry) -> Tensor:
-        """Attention of the normed rows a [T, H] -> [T, H]: q k / d plus a learned bias per distance, no RoPE."""
+        """Attention of the normed rows a [T, H] -> [T, H]: q k / d plus a bias per distance, no RoPE."""
         num_rows = len(a)
         num_heads, num_kv_heads, d = geometry.num_heads, geometry.num_kv_heads, geometry.head_dim
         weight = self._tensors
@@ -246,8 +244,7 @@ def _argmax(logits: Tensor) -> int:
 
 
 class EntryLedger:
-    """Which depth entries still hold what the committed ids say: the bookkeeping of drafting, without a
-    model.
+    """Which depth entries still hold what the committed ids say: drafting's bookkeeping, without a model.
 
     ``record`` notes the ids that a draft pass fed to its entries. An entry is right when it, every entry of
     the same and of shallower depths at or before its position, were all fed the committed ids: an entry reads
@@ -258,13 +255,18 @@ class EntryLedger:
         self._fed: list[list[int]] = [[] for _ in range(num_depths)]  # per depth the id each entry was fed
 
     def record(self, k: int, start: int, ids: Sequence[int]) -> None:
-        """Depth ``k`` computed entries ``start``.. from ``ids``; entries beyond them no longer exist."""
+        """Depth ``k`` computed entries ``start``.. from ``ids``; its later ones no longer exist.
+
+        Nor do those of deeper depths from ``start`` on: their hidden input has been replaced.
+        """
         fed = self._fed[k]
         if start > len(fed):
             raise ValueError(
                 f"depth {k} has entries up to {len(fed)} and was given {start}; that leaves a hole"
             )
         fed[start:] = ids
+        for deeper in self._fed[k + 1 :]:
+            del deeper[start:]
 
     def num_right(self, k: int, committed: Sequence[int]) -> int:
         """How many leading entries of depth ``k`` are right, given the ids ``committed`` so far."""

@@ -248,7 +248,7 @@ def test_generate_emits_what_the_target_alone_emits(tiny):
 def test_generate_accepts_exactly_the_leading_right_drafts(tiny, monkeypatch):
     plain, _ = tiny.generate(IDS[:6], 12, 0)
     answer = IDS[:6] + plain
-    num_right = itertools.cycle([2, 0, 3])
+    num_right = itertools.cycle([2, 0, 3, 3])
 
     def scripted(ids, n):
         drafts = [*answer[len(ids) : len(ids) + n], *[0] * n][:n]
@@ -284,6 +284,8 @@ def test_an_entry_behind_a_wrong_one_is_wrong_too():
     ledger.record(0, 0, [1, 9, 3])  # ids are 0, 1, 2, 3, 4
     ledger.record(1, 0, [2, 3, 4])
     assert [ledger.num_right(k, [0, 1, 2, 3, 4]) for k in (0, 1)] == [1, 1]
+    ledger.record(0, 1, [2, 3])
+    assert [ledger.num_right(k, [0, 1, 2, 3, 4]) for k in (0, 1)] == [3, 1]
     with pytest.raises(ValueError, match="hole"):
         ledger.record(0, 4, [5])
 
