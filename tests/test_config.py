@@ -256,11 +256,13 @@ def test_no_mtp_config_means_no_depths(tmp_path):
     assert (config.mtp_depths, config.mtp_is_local, config.mtp_chain_norm) == (0, (), False)
 
 
-def test_end_ids_come_from_the_generation_config_before_the_text_config(tmp_path):
+def test_end_ids_come_from_the_top_level_then_the_generation_config_then_the_text_config(tmp_path):
     write(tmp_path, "transformers", {"eos_token_id": REMOVED, "text_config.eos_token_id": 2})
     assert ModelConfig.from_dir(tmp_path).eos_token_ids == (2,)
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
     assert ModelConfig.from_dir(tmp_path).eos_token_ids == (5, 6)
+    write(tmp_path, "transformers", {"eos_token_id": 7, "text_config.eos_token_id": 2})
+    assert ModelConfig.from_dir(tmp_path).eos_token_ids == (7,)
 
 
 def test_quantisation_beside_the_config_is_refused(tmp_path):
