@@ -75,4 +75,6 @@ def answer(pb_utils: Any, request: Any, step: Callable[[Any], list[Any]]) -> Any
             _log.exception("a step failed")
             error = ModelError(f"{type(error).__name__}: {error}")
         code = getattr(pb_utils.TritonError, error.code)
-        return pb_utils.InferenceResponse(error=pb_utils.TritonError(f"{type(error).__name__}: {error}", code))
+        return pb_utils.InferenceResponse(
+            error=pb_utils.TritonError(f"{type(error).__name__}: {error}", code)
+        )

@@ -30,11 +30,15 @@ class Deployment:
         config = ModelConfig.from_dir(settings.checkpoint)
         drafts = settings.num_draft_tokens
         if drafts > config.mtp_depths:
-            raise SettingsError(f"num_draft_tokens is {drafts}; the checkpoint has {config.mtp_depths} MTP depths")
+            raise SettingsError(
+                f"num_draft_tokens is {drafts}; the checkpoint has {config.mtp_depths} MTP depths"
+            )
         drafts = config.mtp_depths if drafts < 0 else drafts
         context = settings.max_context or min(config.max_position, _DEFAULT_CONTEXT)
         if not 2 <= context <= config.max_position:
-            raise SettingsError(f"max_context is {context}; it must be in [2, {config.max_position}] for this checkpoint")
+            raise SettingsError(
+                f"max_context is {context}; it must be in [2, {config.max_position}] for this checkpoint"
+            )
         if settings.device == "cuda":
             raise SettingsError("device is 'cuda'; the CUDA kernels do not exist yet, use cpu")
         dtype = getattr(torch, settings.torch_dtype_name)

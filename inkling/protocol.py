@@ -98,7 +98,9 @@ class Step:
     opens: np.ndarray = table(OPEN_WIDTH)  # SlotOptions.words(); opening clears the slot's page tables
     masks: np.ndarray = table(2)  # (slot, token id): see SlotOptions.min_position
     closes: np.ndarray = vector()  # slots
-    pages: np.ndarray = table(5)  # (slot, kind, index in the table, page, fresh): a fresh page is zeroed first
+    pages: np.ndarray = table(
+        5
+    )  # (slot, kind, index in the table, page, fresh): a fresh page is zeroed first
 
 
 @dataclass
@@ -156,7 +158,10 @@ def unpack(kind: type, words: np.ndarray) -> TargetStep | DraftStep:
     start = _HEADER + len(specs)
     lengths = [int(n) for n in words[_HEADER:start]]
     widths = [max(1, f.metadata["width"]) for f in specs]
-    if min(lengths, default=0) < 0 or start + sum(n * w for n, w in zip(lengths, widths, strict=True)) != words.size:
+    if (
+        min(lengths, default=0) < 0
+        or start + sum(n * w for n, w in zip(lengths, widths, strict=True)) != words.size
+    ):
         raise ProtocolError(f"CONTROL of {words.size} words does not hold sections of {lengths} records")
     arrays = {}
     for spec, length, width in zip(specs, lengths, widths, strict=True):

@@ -36,7 +36,9 @@ class TargetRecord:
 
     @classmethod
     def create(cls, mapping: Path) -> TargetRecord:
-        return cls(secrets.token_hex(4 * KEY_WORDS), secrets.randbelow(2**31 - 1) + 1, str(mapping), os.getpid())
+        return cls(
+            secrets.token_hex(4 * KEY_WORDS), secrets.randbelow(2**31 - 1) + 1, str(mapping), os.getpid()
+        )
 
     @property
     def key_words(self) -> np.ndarray:
@@ -66,7 +68,9 @@ class RunFolder:
     def create(self) -> None:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self.path.stat().st_uid != os.getuid():
-            raise ModelError(f"run folder {self.path} belongs to user {self.path.stat().st_uid}; set run_dir to another place")
+            raise ModelError(
+                f"run folder {self.path} belongs to user {self.path.stat().st_uid}; set run_dir to another place"
+            )
         self.path.chmod(0o700)
 
     def publish(self, record: TargetRecord) -> None:
@@ -91,7 +95,9 @@ class RunFolder:
                 raise ModelError(f"inkling_target failed to load: {self._failure.read_text()}")
             now = time.monotonic()
             if now - start > timeout_s:
-                raise ModelError(f"inkling_target was not ready after {timeout_s:.0f} s; raise load_timeout_s or see its log")
+                raise ModelError(
+                    f"inkling_target was not ready after {timeout_s:.0f} s; raise load_timeout_s or see its log"
+                )
             if now - told > _PROGRESS_S:
                 told = now
                 progress(f"waiting for inkling_target, {now - start:.0f} of at most {timeout_s:.0f} s")

@@ -31,7 +31,9 @@ class Settings:
     max_prompt_chunk: int = 0  # rows of one prompt in a step; 0: all that max_tokens_per_step allows
     max_queued_requests: int = 256  # waiting requests; one more is answered UNAVAILABLE
     cache_bytes: int = 1 << 30  # all caches of target and draft together
-    threads: int = 0  # torch threads of the target and of the draft; 0: the number of cores. Part of the promise
+    threads: int = (
+        0  # torch threads of the target and of the draft; 0: the number of cores. Part of the promise
+    )
     tensor_parallel_size: int = 1
     run_dir: str = ""  # parent of the run folder; empty: the system's temporary directory
     load_timeout_s: int = 1800  # how long the draft waits for the target to load
@@ -39,7 +41,9 @@ class Settings:
     def __post_init__(self):
         _check(self.checkpoint != "", "checkpoint", self.checkpoint, "a checkpoint directory")
         _check(self.device in ("cpu", "cuda"), "device", self.device, "cpu or cuda")
-        _check(self.dtype in ("auto", "float32", "bfloat16"), "dtype", self.dtype, "auto, float32 or bfloat16")
+        _check(
+            self.dtype in ("auto", "float32", "bfloat16"), "dtype", self.dtype, "auto, float32 or bfloat16"
+        )
         _check(self.num_draft_tokens >= -1, "num_draft_tokens", self.num_draft_tokens, "-1 or more")
         _check(self.max_context >= 0, "max_context", self.max_context, "0 or more")
         _check(self.tensor_parallel_size == 1, "tensor_parallel_size", self.tensor_parallel_size, "1 for now")
@@ -83,12 +87,18 @@ class Settings:
             if name not in known:
                 raise SettingsError(f"unknown setting {name!r}; known are {', '.join(sorted(known))}")
         if "checkpoint" not in values:
-            raise SettingsError(f"checkpoint is not set; name a directory in {ENV_PREFIX}CHECKPOINT or {ENV_FILE}")
+            raise SettingsError(
+                f"checkpoint is not set; name a directory in {ENV_PREFIX}CHECKPOINT or {ENV_FILE}"
+            )
         return cls(**{name: _typed(name, value, known[name].type) for name, value in values.items()})
 
     def to_toml(self) -> str:
         def literal(value: object) -> str:
-            return str(value) if isinstance(value, int) else '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
+            return (
+                str(value)
+                if isinstance(value, int)
+                else '"' + str(value).replace("\\", "\\\\").replace('"', '\\"') + '"'
+            )
 
         return "".join(f"{f.name} = {literal(getattr(self, f.name))}\n" for f in fields(self))
 

@@ -1,6 +1,6 @@
 """Logits of the rows that draw a token.
 
-    logits = (h . W_U^T) / mup        V' columns, fp32; 1/mup is applied after the product
+logits = (h . W_U^T) / mup        V' columns, fp32; 1/mup is applied after the product
 """
 
 from __future__ import annotations

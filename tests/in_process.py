@@ -52,7 +52,9 @@ class LocalModels:
     def engine(self, draft: DraftClient | None = None, **limits: int) -> CountingEngine:
         """An engine whose loop the caller steps. ``draft`` replaces the depths; ``limits``: EngineLimits fields."""
         deployment = self.deployment
-        limits = replace(EngineLimits.of(deployment.settings, deployment.max_context, self.num_depths), **limits)
+        limits = replace(
+            EngineLimits.of(deployment.settings, deployment.max_context, self.num_depths), **limits
+        )
         engine = CountingEngine(limits, deployment.layout, self.target, draft or self.draft, SESSION)
         engine.verified = Counter()
         return engine

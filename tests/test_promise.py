@@ -68,7 +68,9 @@ def random_requests(random: Random, models: LocalModels) -> list[GenerateRequest
     """Prompts of 1..400 tokens with each of 1..N+2 several times, answers of up to 48."""
     config = models.deployment.config
     short = list(range(1, models.num_depths + 3)) * 4
-    lengths = short + [random.randint(1, 400 if random.random() < 0.25 else 60) for _ in range(NUM_REQUESTS - len(short))]
+    lengths = short + [
+        random.randint(1, 400 if random.random() < 0.25 else 60) for _ in range(NUM_REQUESTS - len(short))
+    ]
     random.shuffle(lengths)
     return [
         GenerateRequest(
@@ -120,7 +122,9 @@ def test_every_configuration_returns_the_tokens_of_the_target_alone(models: Loca
         )
         drafted = [replace(requests[i], num_draft_tokens=n) for i in group]
         replies = generate(engine, drafted, Random(index) if arrival == "random" else None)
-        differing += [(i, n, arrival, chunk) for i, r in zip(group, replies, strict=True) if r.ids != expected[i]]
+        differing += [
+            (i, n, arrival, chunk) for i, r in zip(group, replies, strict=True) if r.ids != expected[i]
+        ]
         runs.update(group)
         verified += engine.verified
     assert not differing

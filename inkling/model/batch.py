@@ -33,7 +33,9 @@ class PageTables:
 
     def __init__(self, num_slots: int, max_positions: int, page_size: Mapping[Kind, int]):
         self.page_size = page_size
-        self.pages = {k: np.zeros((num_slots, -(-max_positions // s) + 1), np.int64) for k, s in page_size.items()}
+        self.pages = {
+            k: np.zeros((num_slots, -(-max_positions // s) + 1), np.int64) for k, s in page_size.items()
+        }
 
     def clear(self, slot: int) -> None:
         for table in self.pages.values():
@@ -61,7 +63,9 @@ class PassShape:
 
     @classmethod
     def of(cls, config: ModelConfig, is_local: tuple[bool, ...], num_draft_tokens: int) -> PassShape:
-        geometries = {Kind.LOCAL if local else Kind.FULL: config.local if local else config.full for local in is_local}
+        geometries = {
+            Kind.LOCAL if local else Kind.FULL: config.local if local else config.full for local in is_local
+        }
         return cls(geometries, num_draft_tokens + 1, config.log_scaling_floor, config.log_scaling_alpha)
 
 
@@ -76,7 +80,9 @@ class Pass:
     tau: Tensor | None  # [Tp] fp32 attention temperature of full layers; None: all 1
 
 
-def build_pass(slots: np.ndarray, firsts: np.ndarray, counts: np.ndarray, tables: PageTables, shape: PassShape) -> Pass:
+def build_pass(
+    slots: np.ndarray, firsts: np.ndarray, counts: np.ndarray, tables: PageTables, shape: PassShape
+) -> Pass:
     """Addresses for segments of ``counts`` rows at positions ``firsts`` of ``slots``, each int [segments]."""
     starts = np.concatenate(([0], np.cumsum(counts)))
     num_rows = int(starts[-1])
@@ -129,7 +135,9 @@ def _conv_rows(rows: _Rows, tables: PageTables, shape: PassShape) -> ConvRows:
     pages = table[rows.slots[rows.segment[kept]], positions // size]
     _require(pages, None, "conv row", rows.slots)
     slots = pages * size + positions % size
-    return ConvRows(torch.from_numpy(history.ravel()), tuple(taps), torch.from_numpy(kept), torch.from_numpy(slots))
+    return ConvRows(
+        torch.from_numpy(history.ravel()), tuple(taps), torch.from_numpy(kept), torch.from_numpy(slots)
+    )
 
 
 def _kept_rows(rows: _Rows, shape: PassShape, kind: Kind) -> np.ndarray:
@@ -193,7 +201,9 @@ def _query_tiles(
     first = np.zeros_like(last) if window is None else (query[:, 0] - window + 1).clip(0) // size
     blocks = first[:, None] + np.arange(int((last - first).max()) + 1)  # [n, b]
     held = blocks <= last[:, None]
-    pages = np.where(held, tables.pages[kind][rows.slots[segment][:, None], np.minimum(blocks, last[:, None])], 0)
+    pages = np.where(
+        held, tables.pages[kind][rows.slots[segment][:, None], np.minimum(blocks, last[:, None])], 0
+    )
 
     keys = (blocks[:, :, None] * size + np.arange(size)).reshape(len(blocks), 1, -1)
     distance = query[:, :, None] - keys

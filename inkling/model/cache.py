@@ -51,7 +51,11 @@ class PagedCache:
             kv_width = 2 * geometry.num_kv_heads * geometry.head_dim
             self.layers.append(
                 LayerCache(
-                    zeros(*block), zeros(*block), zeros(slots, kv_width), zeros(slots, hidden_size), zeros(slots, hidden_size)
+                    zeros(*block),
+                    zeros(*block),
+                    zeros(slots, kv_width),
+                    zeros(slots, hidden_size),
+                    zeros(slots, hidden_size),
                 )
             )
 

@@ -1,6 +1,6 @@
 """One decoder layer. The target's layers and the blocks of the MTP depths are the same code.
 
-    a = norm(x);  x = x + conv_A(W_o attention(a));  m = norm(x);  x = x + conv_M(mlp(m))
+a = norm(x);  x = x + conv_A(W_o attention(a));  m = norm(x);  x = x + conv_M(mlp(m))
 """
 
 from __future__ import annotations

@@ -21,7 +21,11 @@ Report = Callable[[str], None]
 
 
 def load_target_runner(
-    deployment: Deployment, *, generation: int, mapping: Path | None = None, report: Report = lambda line: None
+    deployment: Deployment,
+    *,
+    generation: int,
+    mapping: Path | None = None,
+    report: Report = lambda line: None,
 ) -> TargetRunner:
     """Reads the target, checks that its products are row-exact, allocates caches.
 
@@ -30,7 +34,11 @@ def load_target_runner(
     settings, config = deployment.settings, deployment.config
     torch.set_num_threads(settings.num_threads)
     weights = load_target(
-        settings.checkpoint, config, dtype=deployment.dtype, device=settings.device, progress=_percent(report, "target")
+        settings.checkpoint,
+        config,
+        dtype=deployment.dtype,
+        device=settings.device,
+        progress=_percent(report, "target"),
     )
     if mapping is not None:
         shared = SharedWeights.open(mapping, config, deployment.dtype, create=True)

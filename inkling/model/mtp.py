@@ -35,7 +35,10 @@ class MtpModel:
 
     @classmethod
     def build(cls, config: ModelConfig, weights: DraftWeights, embed: Tensor, head: Tensor) -> MtpModel:
-        blocks = [DecoderLayer.build(d.block, config.depth_geometry(k), config) for k, d in enumerate(weights.depths)]
+        blocks = [
+            DecoderLayer.build(d.block, config.depth_geometry(k), config)
+            for k, d in enumerate(weights.depths)
+        ]
         return cls(config, weights, blocks, embed, head)
 
     def depth(self, k: int, hidden: Tensor, ids: Tensor, cache: LayerCache, batch: Pass) -> Tensor:
@@ -44,7 +47,9 @@ class MtpModel:
         embedding = embed_norm_reference(ids, self.embed, self.weights.backbone_embed_norm, eps)
         both = dual_norm_cat_reference(hidden, depth.hidden_norm, embedding, depth.embed_norm, eps)
         out = self.blocks[k].forward(linear_reference(both, depth.input_proj), cache, batch)
-        return out if self.weights.chain_norm is None else rms_norm_reference(out, self.weights.chain_norm, eps)
+        return (
+            out if self.weights.chain_norm is None else rms_norm_reference(out, self.weights.chain_norm, eps)
+        )
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """fp32 ``[n, V']`` of the given rows."""

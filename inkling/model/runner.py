@@ -45,7 +45,9 @@ class TargetRunner:
         self.cache = PagedCache(
             geometries, config.hidden_size, page_size, num_pages, dtype=embed.dtype, device=embed.device
         )
-        self.slots = Slots(num_slots, _positions_per_slot(max_context, num_draft_tokens), page_size, generation)
+        self.slots = Slots(
+            num_slots, _positions_per_slot(max_context, num_draft_tokens), page_size, generation
+        )
 
     @torch.inference_mode()
     def step(self, control: np.ndarray) -> tuple[np.ndarray, Tensor]:
@@ -92,9 +94,16 @@ class DraftRunner:
         self.model = model
         self.shape = PassShape.of(config, config.mtp_is_local[:num_depths], num_draft_tokens)
         self.cache = PagedCache(
-            geometries, config.hidden_size, page_size, num_pages, dtype=model.embed.dtype, device=model.embed.device
+            geometries,
+            config.hidden_size,
+            page_size,
+            num_pages,
+            dtype=model.embed.dtype,
+            device=model.embed.device,
         )
-        self.slots = Slots(num_slots, _positions_per_slot(max_context, num_draft_tokens), page_size, generation)
+        self.slots = Slots(
+            num_slots, _positions_per_slot(max_context, num_draft_tokens), page_size, generation
+        )
         self.ring_rows = ring_rows(num_depths)
         # target states of entries that later windows may need again: entry p stands in row p % ring_rows
         self.ring = torch.zeros(
@@ -117,7 +126,9 @@ class DraftRunner:
         """One depth over the windows that run it. ``states``: output rows of depth k-1 (unpadded)."""
         states = states if (rows := windows.keep_running(k)) is None else states.index_select(0, rows)
         if windows.batch is None:
-            windows.batch = build_pass(windows.slots, windows.first, windows.count, self.slots.tables, self.shape)
+            windows.batch = build_pass(
+                windows.slots, windows.first, windows.count, self.slots.tables, self.shape
+            )
         batch = windows.batch
         padded = padded_rows(batch.num_rows)
         states = torch.nn.functional.pad(states, (0, 0, 0, padded - batch.num_rows))
@@ -127,14 +138,18 @@ class DraftRunner:
         drawing = windows.drawing(k)
         if len(drawing):
             logits = self.model.logits(out, torch.from_numpy(batch.starts[1:][drawing] - 1))
-            tokens = self.slots.draw(logits, windows.slots[drawing], windows.end[drawing] + k + 1, masked=False)
+            tokens = self.slots.draw(
+                logits, windows.slots[drawing], windows.end[drawing] + k + 1, masked=False
+            )
             windows.add_drafts(k, drawing, tokens)
         return out[: batch.num_rows]
 
     def _window_states(self, windows: _Windows, hidden: Tensor) -> Tensor:
         """Target states of all window entries, [rows, H]: from this step, older ones from the ring."""
         segment = np.repeat(np.arange(len(windows.slots)), windows.count)
-        entry = np.concatenate([np.arange(f, e) for f, e in zip(windows.first, windows.end, strict=True)] or [[]])
+        entry = np.concatenate(
+            [np.arange(f, e) for f, e in zip(windows.first, windows.end, strict=True)] or [[]]
+        )
         new = entry >= windows.hidden_position[segment]
         states = hidden.new_empty(len(entry), hidden.shape[1])
         fresh, old = np.flatnonzero(new), np.flatnonzero(~new)

@@ -19,7 +19,9 @@ class SharedWeights:
     head: Tensor  # [V', H]
 
     @classmethod
-    def open(cls, file: Path, config: ModelConfig, dtype: torch.dtype, *, create: bool = False) -> SharedWeights:
+    def open(
+        cls, file: Path, config: ModelConfig, dtype: torch.dtype, *, create: bool = False
+    ) -> SharedWeights:
         """Maps ``file``; with ``create`` it is made first, mode 0600, filled with zeros."""
         if create:
             file.touch(mode=0o600)

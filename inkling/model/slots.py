@@ -33,10 +33,13 @@ class Slots:
         """Applies a step's bookkeeping. Raises GenerationError or StepGapError and changes nothing then."""
         if message.generation != self.generation:
             raise GenerationError(
-                f"step carries generation {message.generation}, this process knows {self.generation}; restart the server"
+                f"the step is for generation {message.generation}, this process knows {self.generation}; "
+                "restart the server"
             )
         if message.previous_step not in (0, self.last_step):
-            raise StepGapError(f"step {message.step} follows {message.previous_step}, the last one here was {self.last_step}")
+            raise StepGapError(
+                f"step {message.step} follows {message.previous_step}, the last one here was {self.last_step}"
+            )
         if message.previous_step == 0:
             self.masks.clear()
         for slot in message.closes.tolist():

@@ -25,7 +25,8 @@ class TargetModel:
     @classmethod
     def build(cls, config: ModelConfig, weights: TargetWeights) -> TargetModel:
         layers = [
-            DecoderLayer.build(layer, config.layer_geometry(i), config) for i, layer in enumerate(weights.layers)
+            DecoderLayer.build(layer, config.layer_geometry(i), config)
+            for i, layer in enumerate(weights.layers)
         ]
         return cls(config, weights, layers)
 
@@ -45,7 +46,9 @@ class TargetModel:
         """(K, N) of the products with weights, and of the batched ones of attention."""
         linears = {shape for layer in self.layers for shape in layer.product_shapes()}
         linears.add((self.weights.head.shape[1], self.weights.head.shape[0]))
-        return linears, {s for g in (self.config.full, self.config.local) for s in _attention_shapes(g.head_dim)}
+        return linears, {
+            s for g in (self.config.full, self.config.local) for s in _attention_shapes(g.head_dim)
+        }
 
 
 def _attention_shapes(head_dim: int, page_size: int = 64) -> tuple[tuple[int, int], tuple[int, int]]:

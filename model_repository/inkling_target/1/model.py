@@ -36,7 +36,10 @@ class TritonPythonModel:
         control = pb_utils.get_input_tensor_by_name(request, CONTROL).as_numpy()
         check_key(TARGET_MODEL, control, self._key)
         tokens, hidden = self._runner.step(control)
-        return [pb_utils.Tensor(TOKENS, tokens), pb_utils.Tensor.from_dlpack(HIDDEN, hidden.view(torch.int32))]
+        return [
+            pb_utils.Tensor(TOKENS, tokens),
+            pb_utils.Tensor.from_dlpack(HIDDEN, hidden.view(torch.int32)),
+        ]
 
 
 def _report(line: str) -> None:

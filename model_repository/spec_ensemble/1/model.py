@@ -40,7 +40,9 @@ class TritonPythonModel:
         session = Session(record.key_words, record.generation)
         self._engine = Engine(limits, deployment.layout, BlsTarget(pb_utils), BlsDraft(pb_utils), session)
         self._engine.start()
-        threading.Thread(target=folder.serve_drain, args=(self._engine.drain,), name="drain", daemon=True).start()
+        threading.Thread(
+            target=folder.serve_drain, args=(self._engine.drain,), name="drain", daemon=True
+        ).start()
 
     def execute(self, requests: list) -> None:
         for request in requests:
