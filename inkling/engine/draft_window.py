@@ -44,7 +44,6 @@ class DraftWindow:
         of them unless more of the prompt waits; ``num_drafts`` (n) <= D_s, 0 while prompt waits.
         """
         first, depths = self.final, self.num_depths
-        self._chained_at = None
         # Hidden states of [final, E) must still be in the ring when the next step brings up to D_s + 1 more.
         ring_is_short = num_entries - first + depths + 1 > ring_rows(depths)
         if num_drafts == 0:

@@ -73,7 +73,7 @@ class Engine:
         self._to_draft = Channel(DraftStep, session, masks=False)
         self._step = 0
         self._changed = threading.Condition()  # guards the queue and the fields below
-        self._open: set[Sequence] = set()  # requests whose final chunk is not in their outbox yet
+        self._open: set[Sequence] = set()  # requests whose final chunk the sender does not have
         self._attention = False  # a request was cancelled
         self._next_deadline = math.inf  # of the open requests, monotonic seconds
         self._draining = self._closing = False
@@ -144,7 +144,9 @@ class Engine:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(timeout_s)
-        self._answer_all(DrainingError(STOPPED))  # also when the loop hangs in a call that never returns
+        with self._changed:
+            failed = list(self._open)
+        self._answer(failed, DrainingError(STOPPED))  # also when the loop hangs in a call that never returns
         self.sender.close(timeout_s)
 
     def _wake(self) -> None:
@@ -184,6 +186,9 @@ class Engine:
                 self._reply(plan)
         except Exception as error:
             _log.exception("step %d failed; %d requests end", self._step, len(self._open))
+            error.__traceback__ = error.__context__ = error.__cause__ = (
+                None  # their frames hold the hidden states
+            )
             self._fail_all(
                 error if isinstance(error, InklingError) else InklingError(f"the engine failed: {error!r}")
             )
@@ -205,7 +210,7 @@ class Engine:
                 sequence.finish_reason = "timeout"
                 self._end(sequence)
                 self._push(sequence, [])
-        self.sender.post([s.outbox for s in ended])
+        self._post(ended)
 
     def _admit(self) -> None:
         with self._changed:
@@ -307,9 +312,9 @@ class Engine:
             if segment.emitted:
                 self._push(sequence, segment.emitted)
             if sequence.phase is Phase.FINISHED or (segment.emitted and sequence.outbox.stream):
-                ready.append(sequence.outbox)
+                ready.append(sequence)
         if ready:
-            self.sender.post(ready)
+            self._post(ready)
 
     def _push(self, sequence: Sequence, emitted: list[int]) -> None:
         """Puts an increment into the outbox, with the text that may be released."""
@@ -324,9 +329,13 @@ class Engine:
         sequence.outbox.push(
             emitted, text, finish_reason, sequence.total_draft_tokens, sequence.total_accepted_draft_tokens
         )
-        if finish_reason:
+
+    def _post(self, sequences: list[Sequence]) -> None:
+        self.sender.post([sequence.outbox for sequence in sequences])
+        finished = [sequence for sequence in sequences if sequence.phase is Phase.FINISHED]
+        if finished:
             with self._changed:
-                self._open.discard(sequence)
+                self._open.difference_update(finished)
 
     def _end(self, sequence: Sequence, error: InklingError | None = None) -> None:
         """Takes a sequence out of queue or batch; ``error`` goes to its outbox."""
@@ -340,25 +349,21 @@ class Engine:
             sequence.phase = Phase.FINISHED
         if error is not None:
             sequence.outbox.fail(error)
-            with self._changed:
-                self._open.discard(sequence)
 
     def _fail_all(self, error: InklingError) -> None:
         """Answers every open request with ``error`` and drops all state."""
         with self._changed:
             self.scheduler.reset()
+            failed = list(self._open)
         self._to_target.reset()
         self._to_draft.reset()
-        self._answer_all(error)
+        self._answer(failed, error)
 
-    def _answer_all(self, error: InklingError) -> None:
-        with self._changed:
-            failed = list(self._open)
-            self._open.clear()
-        for sequence in failed:
+    def _answer(self, sequences: list[Sequence], error: InklingError) -> None:
+        for sequence in sequences:
             sequence.phase = Phase.FINISHED
             sequence.outbox.fail(error)
-        self.sender.post([s.outbox for s in failed])
+        self._post(sequences)
 
     def _check_idle(self) -> None:
         try:

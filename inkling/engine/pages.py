@@ -119,7 +119,7 @@ class PageTable:
         if start >= self.backed_from and end <= self.backed_to and oldest < self.release_from:
             return
         size = self.pool.page_size
-        if self.reach is not None:
+        if self.reach is not None and oldest >= self.release_from:
             self._free_below(oldest // size)
         indices = range(start // size, (end - 1) // size + 1)
         for index in indices:

@@ -1,4 +1,4 @@
-"""What a client asked for, after validation. The engine sees ids and rules, never tensors or text encodings."""
+"""What a client asked for, after validation. The engine sees ids and rules, no tensors, no text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StopRules:
 
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One validated request. ``num_draft_tokens`` is D_s, fixed for the life of the sequence; 0: no drafting."""
+    """One validated request. ``num_draft_tokens`` is D_s, fixed for the sequence's life; 0: no drafting."""
 
     prompt_ids: tuple[int, ...]
     sampling: SamplingParams = field(default_factory=SamplingParams)

@@ -33,7 +33,13 @@ class EngineLimits:
         )
 
     def __post_init__(self) -> None:
-        for name in ("max_context", "max_running_sequences", "max_tokens_per_step", "max_queued_requests", "max_prompt_chunk"):
+        for name in (
+            "max_context",
+            "max_running_sequences",
+            "max_tokens_per_step",
+            "max_queued_requests",
+            "max_prompt_chunk",
+        ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
         if self.num_draft_tokens < 0:
@@ -155,9 +161,11 @@ class Scheduler:
         return plan
 
     def draft_length(self, sequence: Sequence) -> int:
-        """How many tokens to draft for ``sequence`` next, at most ``sequence.max_drafts``; any answer is
-        exact."""
-        return sequence.max_drafts
+        """How many tokens to draft for ``sequence`` next; any number up to ``sequence.max_drafts`` is exact.
+
+        All, unless a step has no rows to verify them.
+        """
+        return max(0, min(sequence.max_drafts, self.limits.max_tokens_per_step - len(self.running)))
 
     def check_integrity(self) -> None:
         """Raises InklingError when pages, reservations or slots do not add up."""

@@ -43,7 +43,9 @@ class TokenSimulator:
     def _pages(self) -> tuple[SequencePages, PageAllocator]:
         random = self.random
         pools = tuple(PoolLayout(random.choice((1, 2, 3, 5, 8)), 400) for _ in Kind)
-        layout = CacheLayout(random.randint(2, 12), self.depths + random.randint(0, 2), pools, pools)
+        layout = CacheLayout(
+            random.choice((random.randint(2, 12), 50)), self.depths + random.randint(0, 2), pools, pools
+        )
         allocator = PageAllocator(layout)
         wanted = worst_case_pages(layout, Model.DRAFT, self.end - 1, self.max_chunk, self.depths)
         return allocator.reserve(Model.DRAFT, wanted), allocator

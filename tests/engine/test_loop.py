@@ -383,6 +383,16 @@ def test_a_failed_call_answers_every_open_request_and_later_ones_are_served(clie
     bench.check_answers()
 
 
+def test_a_request_that_ended_in_a_step_that_fails_later_is_answered_too():
+    """Its text failed at the commit, then the draft call of the same step fails."""
+    bench = Bench(probability=1, draft_failures={2: ("before", ModelError("a layer burst"))})
+    bad = bench.submit(request_of(5, 30), assembler=Letters(fail_after=1 + 4 + 1))  # in the third step
+    other = bench.submit(request_of(5, 30, seed=6))
+    bench.run()
+    bench.check_idle()
+    assert "no such letter" in str(bad.error) and isinstance(other.error, ModelError)
+
+
 @pytest.mark.parametrize("client", ["target", "draft"])
 def test_an_answer_of_the_wrong_size_is_an_error(client):
     bench = Bench(**{f"{client}_failures": {3: ("short", None)}})

@@ -186,6 +186,16 @@ def test_draft_length_leaves_room_for_the_token_that_follows():
     assert scheduler.draft_length(sequence) == 0
 
 
+def test_nothing_is_drafted_that_no_step_has_rows_for():
+    scheduler = make_scheduler(budget=5, slots=8)
+    sequences = [add(scheduler, 4) for _ in range(3)]
+    scheduler.admit()
+    assert scheduler.draft_length(sequences[0]) == 2
+    sequences = [add(scheduler, 4) for _ in range(4)]
+    scheduler.admit()
+    assert scheduler.draft_length(sequences[0]) == 0
+
+
 def test_worst_case_does_not_depend_on_the_order_of_arrival():
     scheduler = make_scheduler(budget=16)
     layout = scheduler.layout
