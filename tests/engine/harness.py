@@ -176,6 +176,10 @@ class Bench:
         scheduler.check_integrity()
         assert all(pool.num_reserved == 0 for pools in scheduler.allocator.pools.values() for pool in pools)
 
+    def pages_free(self) -> bool:
+        pools = [pool for pools in self.engine.scheduler.allocator.pools.values() for pool in pools]
+        return all(len(pool.free) == pool.num_usable for pool in pools)
+
 
 def random_request(
     random: Random, num_drafts: int, *, max_prompt: int = 40, max_tokens: int = 24, vocab_size: int = 23
@@ -189,3 +193,64 @@ def random_request(
         StopRules(tokens, random.choice((0, 0, random.randint(0, tokens))), stop_ids),
         num_draft_tokens=random.choice((num_drafts, random.randint(0, num_drafts))),
     )
+
+
+def requests_of(seed: int, count: int, num_drafts: int) -> list[GenerateRequest]:
+    random = Random(seed)
+    return [random_request(random, num_drafts) for _ in range(count)]
+
+
+def request_of(num_prompt: int, max_tokens: int, num_drafts: int = 3, seed: int = 5) -> GenerateRequest:
+    prompt = tuple((7 * i + seed) % 23 for i in range(num_prompt))
+    return GenerateRequest(
+        prompt, SamplingParams(seed=seed), StopRules(max_tokens), num_draft_tokens=num_drafts
+    )
+
+
+def random_bench(random: Random, num_drafts: int, **options) -> Bench:
+    window = random.randint(2, 9)
+    sizes = (random.choice((1, 4, 16)), random.choice((1, 4, 5)), random.choice((1, 2, 3, 8)))
+    sequences = random.choice((None, 1.3))
+    bench = Bench(
+        num_drafts=num_drafts,
+        budget=random.choice((1, 2, 7, 64, 1000)),
+        slots=random.choice((1, 4, 16)),
+        probability=random.choice((0, 0.5, 0.7, 1)),
+        seed=random.getrandbits(32),
+        layout=lambda limits: make_layout(limits, window=window, page_sizes=sizes, sequences=sequences),
+        **options,
+    )
+    if random.random() < 0.5:
+        choice = Random(random.getrandbits(32))
+        bench.engine.scheduler.draft_length = lambda sequence: choice.randint(0, sequence.max_drafts)
+    return bench
+
+
+def arrive(bench: Bench, random: Random, requests: list[GenerateRequest]) -> None:
+    """Submits in random order, steps in between."""
+    for request in random.sample(requests, len(requests)):
+        bench.submit(request, stream=random.random() < 0.5)
+        while random.random() < 0.5:
+            bench.step()
+
+
+class Letters:
+    """Token n is the letter n; the word "stop" is completed when ``stop_after`` tokens have come."""
+
+    def __init__(self, stop_after: int = 1 << 30, fail_after: int = 1 << 30):
+        self.stop_after, self.fail_after = stop_after, fail_after
+        self.count, self.text = 0, ""
+
+    def append(self, token_id: int) -> bool:
+        self.count += 1
+        if self.count >= self.fail_after:
+            raise ValueError("no such letter")
+        self.text += chr(97 + token_id)
+        return self.count >= self.stop_after
+
+    def take(self) -> str:
+        text, self.text = self.text, ""
+        return text
+
+    def finish(self) -> str:
+        return self.take() + "."
