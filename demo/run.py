@@ -11,13 +11,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from inkling.cli import REPORTED, print_stream
-from inkling.client import stream, stream_http
+from inkling.cli import printed
+from inkling.client import TALLIED, Tally, stream, stream_http
 from inkling.server import RunningServer, ServerOptions
 from inkling.settings import Settings
 
 FOLDER = Path(__file__).parent
 NUM_PROMPTS, MAX_TOKENS = 4, 64
+BAR = "\u2503"  # between prompt and answer
 ANY_PORTS = ServerOptions(http_port=0, grpc_port=0, metrics_port=0)
 
 
@@ -31,15 +32,20 @@ def main() -> None:
     with RunningServer(settings, ANY_PORTS, report=note) as server:
         print(f"ready {server.http_url} {server.grpc_url}")
         urls = (f"grpc://{server.grpc_url}", f"http://{server.http_url}")
+        total = Tally()
         for number, prompt in enumerate(prompts):
             url = urls[number % 2]
-            print(f"\n--- request {number + 1} over {url.partition(':')[0]}\n\033[2m{prompt}\033[0m", end="")
-            print("--- " + print_stream(stream(url, request(prompt))))
+            print(f"\n--- request {number + 1} over {url.partition(':')[0]}: the prompt, then the answer")
+            print(f"{prompt}{BAR}", end="")
+            tally = Tally.of(printed(stream(url, request(prompt))))
+            print(f"--- {tally}")
+            total += tally
+        print(f"\nall requests: {total}")
         compare_with_drafting_off(server.http_url, prompts)
 
 
 def request(prompt: str, **more: Any) -> dict[str, Any]:
-    return {"text_input": prompt, "max_tokens": MAX_TOKENS, "ignore_eos": True, **REPORTED, **more}
+    return {"text_input": prompt, "max_tokens": MAX_TOKENS, "ignore_eos": True, **TALLIED, **more}
 
 
 def compare_with_drafting_off(url: str, prompts: list[str]) -> None:
@@ -59,7 +65,7 @@ def compare_with_drafting_off(url: str, prompts: list[str]) -> None:
         sys.exit("drafting changed the answer")
     speeds = {label: len(answers[label]) / seconds[label] for label in seconds}
     print(
-        f"\n{len(answers['on'])} tokens, the same with drafting on ({speeds['on']:.0f} tokens/s) "
+        f"{len(answers['on'])} tokens, the same with drafting on ({speeds['on']:.0f} tokens/s) "
         f"and off ({speeds['off']:.0f} tokens/s)"
     )
 
