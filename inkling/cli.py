@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -62,10 +62,8 @@ def serve(
     with _errors_exit(), _stop_signals() as received:
         try:
             with RunningServer(load_settings(settings_given), options, report=_note) as server:
-                print(
-                    f"ready http://{server.http_url} grpc://{server.grpc_url} metrics http://{server.metrics_url}/metrics",
-                    flush=True,
-                )
+                addresses = f"http://{server.http_url} grpc://{server.grpc_url}"
+                print(f"ready {addresses} metrics http://{server.metrics_url}/metrics", flush=True)
                 server.wait()
         except KeyboardInterrupt:
             pass
@@ -86,15 +84,15 @@ def generate(
     num_draft_tokens: Annotated[int | None, typer.Option(help="0 turns drafting off")] = None,
 ) -> None:
     """Stream a completion from a running server; the last line says how well drafting went."""
-    from inkling.client import stream
+    from inkling.client import TALLIED, Tally, stream
 
     inputs: dict[str, Any] = {"text_input": prompt, "max_tokens": max_tokens, "temperature": temperature}
     optional = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
     optional["num_draft_tokens"] = num_draft_tokens
     inputs |= {name: value for name, value in optional.items() if value is not None}
     with _errors_exit():
-        summary = print_stream(stream(url, inputs | REPORTED))
-    _note(summary)
+        tally = Tally.of(printed(stream(url, inputs | TALLIED)))
+    _note(str(tally))
 
 
 @app.command()
@@ -145,24 +143,12 @@ def plan(
     print(report.render())
 
 
-# What `print_stream` needs beside the text.
-REPORTED = {"return_finish_reason": True, "return_num_output_tokens": True, "return_perf_metrics": True}
-
-
-def print_stream(responses: Iterator[dict[str, Any]]) -> str:
-    """Print texts as they come; returns one line with tokens, mean accepted length and finish reason."""
-    from inkling.client import tokens_per_step
-
-    num_tokens = num_accepted = 0
-    finish_reason = ""
+def printed(responses: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Pass responses through; print their texts as they come, and a line's end after the last."""
     for response in responses:
         print(response.get("text_output", ""), end="", flush=True)
-        num_tokens += response.get("num_output_tokens", 0)
-        num_accepted = response.get("total_accepted_draft_tokens", num_accepted)
-        finish_reason = response.get("finish_reason", "") or finish_reason
+        yield response
     print()
-    length = tokens_per_step(num_tokens, num_accepted)
-    return f"{num_tokens} tokens, mean accepted length {length:.2f}, finish reason {finish_reason}"
 
 
 def _note(line: str) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import http.client
 import json
 import queue
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -87,12 +88,39 @@ def stream_http(url: str, inputs: Mapping[str, Any], timeout_s: float = 600.0) -
         connection.close()
 
 
-def tokens_per_step(num_tokens: int, num_accepted: int) -> float:
-    """Mean accepted length: tokens for each step of the target.
+# Inputs that ask for what a Tally counts.
+TALLIED = {"return_finish_reason": True, "return_num_output_tokens": True, "return_perf_metrics": True}
 
-    A step gives one token of the target's own and the drafts it accepted: there were tokens - accepted steps.
-    """
-    return num_tokens / max(1, num_tokens - num_accepted)
+
+@dataclass
+class Tally:
+    """Counts over the responses of one request, or of several added up."""
+
+    num_tokens: int = 0
+    num_accepted: int = 0  # draft tokens
+    finish_reason: str = ""
+
+    @classmethod
+    def of(cls, responses: Iterable[Mapping[str, Any]]) -> Tally:
+        tally = cls()
+        for response in responses:
+            tally.num_tokens += response.get("num_output_tokens", 0)
+            tally.num_accepted = response.get("total_accepted_draft_tokens", tally.num_accepted)
+            tally.finish_reason = response.get("finish_reason", "") or tally.finish_reason
+        return tally
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(self.num_tokens + other.num_tokens, self.num_accepted + other.num_accepted)
+
+    @property
+    def mean_accepted_length(self) -> float:
+        """Tokens for each step of the target. A step gives one token of the target's own and the drafts it
+        accepted, so there were tokens - accepted steps."""
+        return self.num_tokens / max(1, self.num_tokens - self.num_accepted)
+
+    def __str__(self) -> str:
+        reason = f", finish reason {self.finish_reason}" if self.finish_reason else ""
+        return f"{self.num_tokens} tokens, mean accepted length {self.mean_accepted_length:.2f}{reason}"
 
 
 def _tensors(client: grpc.InferenceServerClient, inputs: Mapping[str, Any]) -> list[grpc.InferInput]:
