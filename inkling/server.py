@@ -219,11 +219,12 @@ class RunningServer:
 
     def _read_log(self) -> None:
         assert self._process is not None and self._process.stdout is not None
-        for line in self._process.stdout:
-            line = line.rstrip("\n")
-            self.log.append(line)
-            if is_worth_showing(line, self.is_ready, self.options.log_verbose):
-                self._report(line)
+        with self._process.stdout as lines:
+            for line in lines:
+                line = line.rstrip("\n")
+                self.log.append(line)
+                if is_worth_showing(line, self.is_ready, self.options.log_verbose):
+                    self._report(line)
 
     def _flags(self, ports: list[int], backends: Path | None) -> list[str]:
         options, host = self.options, self.options.host
