@@ -180,7 +180,7 @@ class RunningServer:
             if time.monotonic() > deadline:
                 self._report(f"requests still open after {self.options.drain_timeout_s:g} s are cut off")
                 return
-            time.sleep(0.02)
+            time.sleep(0.05)
 
     def _terminate(self) -> None:
         if self._process is None or self._process.poll() is not None:
@@ -202,9 +202,13 @@ class RunningServer:
             self._reader.join(timeout=5.0)
             last = "\n".join(list(self.log)[-20:])
             return load_failure(self.log) or f"the server ended with code {code}; its last lines:\n{last}"
-        dead = [m.pid for m in process_group.members(self.pid) if m.is_zombie and m.parent == self.pid]
-        if dead and self.is_ready:  # the server never restarts a stub, and 24.10 goes on reporting ready
-            return f"the process of a model ended (pid {dead[0]}); restart the server"
+        if not self.is_ready:  # a model that dies while loading ends the server
+            return ""
+        for member in process_group.members(
+            self.pid
+        ):  # the server never restarts a stub, 24.10 stays "ready"
+            if member.is_zombie and member.parent == self.pid:
+                return f"the process of a model ended (pid {member.pid}); restart the server"
         return ""
 
     def _answers_ready(self) -> bool:
