@@ -95,7 +95,11 @@ def make_layout(
 
     def pools(model: Model) -> tuple[PoolLayout, ...]:
         worst = worst_case_pages(
-            layout, model, limits.max_context, limits.max_tokens_per_step, limits.num_draft_tokens
+            layout,
+            model,
+            limits.max_context,
+            min(limits.max_tokens_per_step, limits.max_prompt_chunk),
+            limits.num_draft_tokens,
         )
         return tuple(
             PoolLayout(pool.page_size, 1 + max(pages, int(pages * count)) if pool.num_pages else 0)
@@ -116,6 +120,7 @@ class Bench:
         slots: int = 4,
         context: int = 128,
         queue: int = 1000,
+        chunk: int = 1 << 30,
         probability: float = 0.7,
         seed: int = 0,
         layout: Callable[[EngineLimits], CacheLayout] = make_layout,
@@ -124,7 +129,7 @@ class Bench:
         model: TrueModel = MODEL,
     ):
         self.model = model
-        self.limits = EngineLimits(context, slots, budget, queue, num_drafts)
+        self.limits = EngineLimits(context, slots, budget, queue, num_drafts, chunk)
         self.layout = layout(self.limits)
         self.target = ScriptedTarget(self.layout, model, max_rows=budget)
         self.draft = ScriptedDraft(
@@ -215,6 +220,7 @@ def random_bench(random: Random, num_drafts: int, **options) -> Bench:
         num_drafts=num_drafts,
         budget=random.choice((1, 2, 7, 64, 1000)),
         slots=random.choice((1, 4, 16)),
+        chunk=random.choice((1, 4, 1 << 30)),
         probability=random.choice((0, 0.5, 0.7, 1)),
         seed=random.getrandbits(32),
         layout=lambda limits: make_layout(limits, window=window, page_sizes=sizes, sequences=sequences),

@@ -8,7 +8,6 @@ proposes the true token with a given probability. It gets the true continuation 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from random import Random
@@ -178,7 +177,7 @@ class ScriptedDraft(ScriptedModel):
         self.random = Random(seed)
         self.slots: dict[int, DraftSlot] = {}
         self.ring: dict[tuple[int, int], tuple[int, object]] = {}  # (slot, row) -> (entry, state)
-        self.windows: Counter[tuple[int, int]] = Counter()  # (depths, drafts) of the windows run
+        self.window_rows: list[int] = []  # entries of each window run
 
     def _opened(self, options: SlotOptions, again: bool) -> None:
         expect(
@@ -210,13 +209,15 @@ class ScriptedDraft(ScriptedModel):
         rows = {hidden_position + i: hidden[hidden_row + i] for i in range(hidden_rows)}
         drafts: list[int] = []
         if end > first:
-            self.windows[depths, num_drafts] += 1
+            self.window_rows.append(end - first)
             expect(
                 1 <= depths <= options.num_depths and num_drafts <= depths, f"{num_drafts} of {depths} depths"
             )
             expect(first >= state.final and end <= hidden_position + hidden_rows, f"window [{first}, {end})")
             state.final = first
             chained = num_drafts > 0
+            new_end = hidden_position + hidden_rows
+            expect(not chained or end == new_end, f"states up to {new_end} for a window up to {end}")
             expect(
                 num_known == end - first + (0 if chained else options.num_depths - 1),
                 f"{num_known} ids known",

@@ -51,6 +51,9 @@ def test_a_waiting_request_can_be_cancelled():
     first, second = bench.submit(request_of(5, 20)), bench.submit(request_of(5, 20, seed=6))
     bench.step()
     second.cancelled = True
+    bench.step()
+    bench.step()
+    assert not bench.engine.scheduler.waiting
     bench.run()
     assert isinstance(second.error, CancelledError)
     assert first.error is None

@@ -83,6 +83,13 @@ def test_drafts_stop_where_no_token_could_follow_them():
     bench.run()
     bench.check_answers()
     assert bench.target.rows == [5, 4, 2]  # 1 + 4 + 2 tokens
+    assert bench.draft.window_rows == [5, 4]  # what all N accepted drafts leave to do: no row twice
+    bench = Bench(num_drafts=3, probability=0)
+    bench.submit(request_of(5, 7))
+    bench.run()
+    bench.check_answers()
+    assert bench.target.rows == [5, 4, 4, 4, 3, 2, 1]  # one token each
+    assert bench.draft.calls == 5  # none when no draft could follow
 
 
 def test_answers_of_two_tokens_never_reach_the_draft():

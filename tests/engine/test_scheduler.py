@@ -144,6 +144,15 @@ def test_the_oldest_prompt_comes_first():
     assert rows_of(scheduler) == {a: (2, 1), b: (8, 0)}
 
 
+def test_one_prompt_takes_no_more_than_its_chunk_of_a_step():
+    limits = EngineLimits(256, 4, 16, 10, 3, max_prompt_chunk=6)
+    scheduler = Scheduler(limits, make_layout(limits))
+    a, b = add(scheduler, 12), add(scheduler, 12)
+    scheduler.admit()
+    assert rows_of(scheduler) == {a: (6, 0), b: (6, 0)}
+    assert a.target_pages.reserved == worst_case_pages(scheduler.layout, Model.TARGET, 19, 6, 3)
+
+
 @pytest.mark.parametrize("budget", [1, 2, 3])
 def test_with_more_sequences_than_rows_each_gets_one_in_turn(budget: int):
     scheduler = make_scheduler(budget=budget, slots=5)
