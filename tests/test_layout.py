@@ -114,8 +114,7 @@ def test_the_readme_shows_the_tree_as_it_is():
         folders[depth + 1] = path
         shown.add(path)
     assert not [name(path) for path in shown if not path.exists()]
-    here = {path for path in ROOT.iterdir() if path.is_dir() and any(path.rglob("*.py"))}
-    assert not [name(path) for path in here - shown if not path.name.startswith(".")]
+    assert not [folder for folder in (*CODE, "tests") if (ROOT / folder).is_dir() and ROOT / folder not in shown]
 
 
 def _code(path: Path) -> str:
