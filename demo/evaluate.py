@@ -1,4 +1,4 @@
-"""Accepted length of greedy speculative decoding with the demo network, by full recomputation.
+"""Accepted length of speculative decoding with the demo network, by full recomputation.
 
 Slow and plain on purpose: no cache, so nothing can be stale. Every round drafts N tokens from committed ids,
 verifies them with the target, and keeps the accepted ones and the target's next token.
@@ -6,6 +6,7 @@ verifies them with the target, and keeps the accepted ones and the target's next
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -15,21 +16,42 @@ from torch import Tensor
 
 @dataclass
 class Acceptance:
-    """Of `rounds`, `drafted[k]` reached depth k (all shallower accepted) and `accepted[k]` passed it."""
+    """Per prompt: rounds, tokens, text. Per depth: rounds that reached it, drafts that passed it."""
 
-    rounds: int
-    tokens: int
+    rounds: list[int]
+    tokens: list[int]
     drafted: list[int]
     accepted: list[int]
     outputs: list[list[int]]
 
-    @property
-    def length(self) -> float:
-        """Mean tokens per round, the target's own token included."""
-        return self.tokens / self.rounds
+    def length(self, prompts: list[int]) -> float:
+        """Mean tokens per round over these prompts, the target's own token included."""
+        return sum(self.tokens[b] for b in prompts) / max(sum(self.rounds[b] for b in prompts), 1)
 
     def rates(self) -> list[float]:
         return [a / max(d, 1) for a, d in zip(self.accepted, self.drafted, strict=True)]
+
+
+class Choice:
+    """Greedy, or temperature with Gumbel noise fixed per position and shared by target and draft."""
+
+    def __init__(self, net: Inkling, temperature: float, positions: int) -> None:
+        self.temperature = temperature
+        shape = (positions, net.text.unpadded_vocab_size)
+        uniform = torch.rand(shape, generator=torch.Generator().manual_seed(6)).clamp(1e-9, 1 - 1e-7)
+        self.noise = -torch.log(-torch.log(uniform)).to(net.model.llm.norm.weight.device)
+
+    def __call__(self, logits: Tensor, positions: Tensor) -> list:
+        """logits [.., V'] and the positions [..] of the tokens to choose -> ids as nested lists."""
+        if self.temperature > 0:
+            logits = logits / self.temperature + self.noise[positions]
+        return logits.argmax(-1).tolist()
+
+
+def loops(output: list[int]) -> bool:
+    """True when fewer than half of the 4-grams of a text are distinct."""
+    grams = [tuple(output[i : i + 4]) for i in range(len(output) - 3)]
+    return len(set(grams)) < len(grams) / 2
 
 
 def padded(rows: list[list[int]], device: torch.device) -> Tensor:
@@ -43,7 +65,7 @@ def take(states: Tensor, last: list[int]) -> Tensor:
     return states[torch.arange(len(last)), last]
 
 
-def draft(net: Inkling, ids: list[list[int]], n: int, backbone_norm: bool) -> list[list[int]]:
+def draft(net: Inkling, choose: Choice, ids: list[list[int]], n: int, backbone_norm: bool) -> list[list[int]]:
     """Drafts [B][n] after the committed ids; entry p of depth k reads id p+k+1, a draft at the end."""
     device = net.model.llm.norm.weight.device
     rows = [list(row) for row in ids]
@@ -52,32 +74,35 @@ def draft(net: Inkling, ids: list[list[int]], n: int, backbone_norm: bool) -> li
     for k in range(n):
         shifted = padded([row[k + 1 :] for row in rows], device)
         states = net.depth(k, states[:, : shifted.shape[1]], shifted, backbone_norm)
-        picked = net.logits(take(states, entries)).argmax(-1).tolist()
-        for row, token in zip(rows, picked, strict=True):
+        positions = torch.tensor([len(row) for row in rows], device=device)
+        for row, token in zip(rows, choose(net.logits(take(states, entries)), positions), strict=True):
             row.append(token)
     return [row[-n:] for row in rows]
 
 
 def speculate(
-    net: Inkling, prompts: list[list[int]], n: int, new_tokens: int, backbone_norm: bool
+    net: Inkling, prompts: list[list[int]], n: int, new_tokens: int, backbone_norm: bool, temperature: float
 ) -> Acceptance:
-    """Greedy generation of at least `new_tokens` per prompt with n drafts a round, all prompts at once."""
+    """Generates at least `new_tokens` per prompt with n drafts a round, all prompts at once."""
     device = net.model.llm.norm.weight.device
+    choose = Choice(net, temperature, max(map(len, prompts)) + new_tokens + 2 * n + 2)
     ids = [list(prompt) for prompt in prompts]
     last = take(net.hidden(padded(ids, device)), [len(row) - 1 for row in ids])
-    for row, token in zip(ids, net.logits(last).argmax(-1).tolist(), strict=True):
+    lengths = torch.tensor([len(row) for row in ids], device=device)
+    for row, token in zip(ids, choose(net.logits(last), lengths), strict=True):
         row.append(token)
-    result = Acceptance(0, 0, [0] * n, [0] * n, [])
+    result = Acceptance([0] * len(ids), [0] * len(ids), [0] * n, [0] * n, [])
     while live := [b for b, row in enumerate(ids) if len(row) - len(prompts[b]) < new_tokens]:
-        drafts = draft(net, [ids[b] for b in live], n, backbone_norm)
-        trial = [ids[b] + tokens for b, tokens in zip(live, drafts, strict=True)]
-        choice = net.logits(net.hidden(padded(trial, device))).argmax(-1).tolist()
+        drafts = draft(net, choose, [ids[b] for b in live], n, backbone_norm)
+        trial = padded([ids[b] + tokens for b, tokens in zip(live, drafts, strict=True)], device)
+        positions = torch.arange(1, trial.shape[1] + 1, device=device)
+        choice = choose(net.logits(net.hidden(trial)), positions.expand(trial.shape))
         for b, tokens, row in zip(live, drafts, choice, strict=True):
             own = row[len(ids[b]) - 1 : len(ids[b]) + n]  # the target's token after 0..n drafts
             hits = next((k for k in range(n) if tokens[k] != own[k]), n)
             ids[b] += own[: hits + 1]
-            result.rounds += 1
-            result.tokens += hits + 1
+            result.rounds[b] += 1
+            result.tokens[b] += hits + 1
             for k in range(n):
                 result.drafted[k] += hits >= k
                 result.accepted[k] += hits > k
@@ -85,23 +110,28 @@ def speculate(
     return result
 
 
-def report(net: Inkling, prompts: list[list[int]], new_tokens: int) -> dict[str, dict]:
-    """Accepted length and per-depth rates at N = 3 and 4, with and without the backbone norm.
+def report(net: Inkling, prompts: list[list[int]], new_tokens: int) -> list[dict]:
+    """Accepted length and per-depth rates for N = 3 and 4, with and without the backbone norm.
 
-    Drafts never change the text; `changed_prompts` counts those that differ from the first setting, where
-    differently shaped batches rounded a near-tie the other way.
+    Drafts never change the text; `changed_prompts` counts those that differ from the first run at the same
+    temperature, where differently shaped batches rounded a near-tie the other way.
     """
-    figures, first = {}, None
-    for n in (3, 4):
-        for backbone_norm in (True, False):
-            with torch.inference_mode():
-                result = speculate(net, prompts, n, new_tokens, backbone_norm)
-            first = first or result.outputs
-            key = f"N={n} {'with' if backbone_norm else 'without'} backbone norm"
-            figures[key] = {
-                "accepted_length": round(result.length, 3),
-                "per_depth": [round(rate, 3) for rate in result.rates()],
-                "rounds": result.rounds,
-                "changed_prompts": sum(a != b for a, b in zip(first, result.outputs, strict=True)),
-            }
+    figures, first = [], {}
+    for temperature, n, backbone_norm in itertools.product((0.0, 0.8), (3, 4), (True, False)):
+        with torch.inference_mode():
+            result = speculate(net, prompts, n, new_tokens, backbone_norm, temperature)
+        text = first.setdefault(temperature, result.outputs)
+        every = list(range(len(prompts)))
+        fresh = [b for b in every if not loops(result.outputs[b])]
+        figures.append({
+            "temperature": temperature,
+            "drafts": n,
+            "backbone_norm": backbone_norm,
+            "accepted_length": round(result.length(every), 3),
+            "accepted_length_without_loops": round(result.length(fresh), 3),
+            "looping_prompts": len(every) - len(fresh),
+            "per_depth": [round(rate, 3) for rate in result.rates()],
+            "rounds": sum(result.rounds),
+            "changed_prompts": sum(a != b for a, b in zip(text, result.outputs, strict=True)),
+        })  # fmt: skip
     return figures

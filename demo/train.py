@@ -185,10 +185,10 @@ def evaluate(checkpoint: Path, new_tokens: int, held_out: np.ndarray | None) -> 
     net = checkpoint_files.read(checkpoint).to(device)
     figures = {}
     if held_out is not None:
-        figures["held_out"] = held_out_metrics(net, torch.from_numpy(held_out.astype(np.int32)), device, batch=16)
+        figures["held_out"] = held_out_metrics(net, torch.from_numpy(held_out.astype(np.int32)), device, 16)
     prompts = held_out_prompts(checkpoint)
-    figures["acceptance"] = {"prompts": len(prompts), "new_tokens": new_tokens}
-    figures["acceptance"] |= report(net, prompts, new_tokens)
+    figures |= {"prompts": len(prompts), "new_tokens": new_tokens}
+    figures["acceptance"] = report(net, prompts, new_tokens)
     return figures
 
 
@@ -224,10 +224,10 @@ def main() -> None:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("stage", choices=["collect", "train", "evaluate", "check"])
-    parser.add_argument("--data", type=Path, default=Path("demo-data"), help="folder of the packed ids")
+    parser.add_argument("--data", type=Path, default=Path("build/demo-data"), help="folder of the packed ids")
     parser.add_argument("--extra", nargs="*", default=[], help="more site-packages folders to collect from")
     parser.add_argument("--out", type=Path, default=DEMO / "checkpoint", help="checkpoint folder")
-    parser.add_argument("--steps", type=int, default=9000)
+    parser.add_argument("--steps", type=int, default=4600)
     parser.add_argument("--batch", type=int, default=32, help="sequences a step")
     parser.add_argument("--rate", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--save-every", type=int, default=0, help="steps between unfinished checkpoints")
