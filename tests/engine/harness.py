@@ -177,7 +177,7 @@ class Bench:
     def check_idle(self) -> None:
         scheduler = self.engine.scheduler
         assert all(reply.finished for _, reply in self.sent)
-        assert not scheduler.has_work and self.engine.sender.num_open == 0
+        assert not scheduler.has_work and not self.engine._open and self.engine.sender.num_open == 0
         scheduler.check_integrity()
         assert all(pool.num_reserved == 0 for pools in scheduler.allocator.pools.values() for pool in pools)
 

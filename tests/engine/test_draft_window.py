@@ -142,7 +142,7 @@ class TokenSimulator:
 def simulate(seed: int, choose: Callable[[Random, int], int]) -> TokenSimulator:
     random = Random(seed)
     depths = random.randint(1, 8)
-    prompt = random.choice((random.randint(1, depths + 2), random.randint(1, 90)))
+    prompt = random.choice((random.randint(1, depths + 2), random.randint(1, 90), 160))
     sim = TokenSimulator(
         random, depths, prompt, random.randint(3, 120), random.choice((1, 2, depths, depths + 1, 64))
     )

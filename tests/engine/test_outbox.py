@@ -37,6 +37,14 @@ def test_increments_between_two_sends_make_one_chunk():
     assert sender.num_open == 0
 
 
+def test_a_slow_sender_is_owed_one_turn_however_often_the_loop_posts():
+    sender, outbox, _, _ = make()
+    for token in range(100):
+        outbox.push([token], "", "", 0, 0)
+        sender.post([outbox])
+    assert len(sender._ready) == 1
+
+
 def test_without_streaming_everything_comes_in_the_final_chunk():
     sender, outbox, reply, _ = make(stream=False)
     for token in range(3):
