@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -18,8 +19,8 @@ from inkling.errors import InklingError
 
 _log = logging.getLogger(__name__)
 
-POLL_ROUND_S = 0.05  # every open request is asked about cancellation once in this time ...
-POLL_PAUSE_S = 0.001  # ... but one poll (50 us) follows another no sooner than this
+POLL_ROUND_S = 0.02  # every open request is asked about cancellation once in this time ...
+POLL_PAUSE_S = 0.001  # ... but one poll (50 us of two processes) follows another no sooner than this
 
 
 @dataclass(slots=True)
@@ -180,17 +181,18 @@ class Sender:
             self._poll_next()
 
     def _run(self) -> None:
+        next_poll = 0.0
         while True:
             with self._changed:
                 if not self._ready:
                     if self._closing:
                         return
-                    self._changed.wait(
-                        max(POLL_PAUSE_S, POLL_ROUND_S / len(self._open)) if self._open else None
-                    )
+                    self._changed.wait(max(0.0, next_poll - time.monotonic()) if self._open else None)
             if (outbox := self._next_ready()) is not None:
                 self._send(outbox)
-            self._poll_next()
+            if (now := time.monotonic()) >= next_poll and self._open:
+                self._poll_next()
+                next_poll = now + max(POLL_PAUSE_S, POLL_ROUND_S / max(1, len(self._open)))
 
     def _next_ready(self) -> Outbox | None:
         with self._changed:

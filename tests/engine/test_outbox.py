@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from inkling.engine.outbox import Outbox, Sender
+from inkling.engine.outbox import POLL_ROUND_S, Outbox, Sender
 from inkling.errors import CancelledError, InklingError
 from tests.engine.harness import RecordedReply
 
@@ -158,6 +158,23 @@ def test_the_thread_sends_in_order_polls_all_and_ends_when_closed():
     assert all(reply.ids == list(range(50)) and reply.finished for reply in replies)
     sender.close()
     assert not sender._thread.is_alive()
+
+
+def test_a_busy_thread_polls_by_the_clock_not_by_the_send():
+    sender, outbox, reply, _ = make()
+    polls = []
+    reply.is_cancelled = lambda: polls.append(1) or False
+    sender.start()
+    start = time.monotonic()
+    for token in range(300):
+        outbox.push([token], "", "", 0, 0)
+        sender.post([outbox])
+        time.sleep(0.0002)
+    elapsed = time.monotonic() - start
+    outbox.push([1], "", "stop", 0, 0)
+    sender.post([outbox])
+    sender.close()
+    assert 1 <= len(polls) <= 2 + elapsed / POLL_ROUND_S
 
 
 def test_close_sends_what_is_ready_first():
