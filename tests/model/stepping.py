@@ -76,6 +76,7 @@ class Steps:
         self.runner, self.layout, self.model = runner, layout, model
         self.allocator = PageAllocator(layout)
         self.pages: dict[int, SequencePages] = {}
+        self.zero_fresh_pages = True
         self._opens: list[list[int]] = []
 
     def open(self, options: SlotOptions, max_positions: int, max_chunk: int) -> None:
@@ -89,12 +90,14 @@ class Steps:
 
     def control(self, kind: type, updates: list[int], segments: list, ids: list[int]) -> np.ndarray:
         last = self.runner.slots.last_step
+        pages = np.array(updates, np.int32).reshape(-1, 5)
+        pages[:, 4] &= self.zero_fresh_pages
         message = kind(
             GENERATION,
             last + 1,
             last,
             opens=np.array(self._opens, np.int32).reshape(-1, 9),
-            pages=np.array(updates, np.int32).reshape(-1, 5),
+            pages=pages,
             segments=np.array(segments, np.int32),
             ids=np.array(ids, np.int32),
         )
