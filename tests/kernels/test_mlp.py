@@ -91,6 +91,14 @@ def test_extreme_gate_logits_stay_finite() -> None:
     assert torch.allclose(gamma, torch.full_like(gamma, 1 / 3))
 
 
+def test_rows_of_router_and_activation_do_not_depend_on_the_others() -> None:
+    gate, bias = random(11 + 2, HIDDEN, seed=12, scale=0.3), random(11, seed=13, scale=0.5)
+    m = random(45, HIDDEN, seed=14)
+    for part in (0, 1):  # the experts, their weights
+        assert rows_alike(lambda x, part=part: router_reference(padded(x), gate, bias, 3, 2.5)[part], m)
+    assert rows_alike(silu_mul_reference, random(45, 2 * 61, seed=15, scale=4.0))
+
+
 @dataclass
 class Experts:
     w13: Tensor  # [E, 2f, H]
