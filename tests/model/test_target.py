@@ -41,7 +41,7 @@ CHECKPOINTS: dict[str, tuple[ModelConfig, dict]] = {
             vocab_size=203,
             padded_vocab_size=256,
         ),
-        {"format": "original", "shards": 3},
+        {"format": "original", "shards": 3, "dtype": torch.bfloat16},
     ),
     "more local heads, window 5, floor 4": (
         tiny_config(
@@ -122,7 +122,7 @@ def served(models: LocalModels, layout: CacheLayout, ids: list[int], chunks: lis
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
     config, written = CHECKPOINTS[request.param]
     directory = tmp_path_factory.mktemp("checkpoint")
-    write_random_checkpoint(directory, config, seed=len(request.param), dtype=torch.float32, **written)
+    write_random_checkpoint(directory, config, seed=len(request.param), **{"dtype": torch.float32} | written)
     models = LocalModels(directory, max_context=256, max_running_sequences=4, threads=1)
     return models, transformers_of(directory), config
 
