@@ -30,7 +30,7 @@ def serve(
     max_tokens_per_step: Setting = None,
     max_queued_requests: Setting = None,
     cache_bytes: Annotated[int | None, typer.Option(help="bytes for all caches")] = None,
-    threads: Annotated[int | None, typer.Option(help="torch threads of a model; 0: every core")] = None,
+    threads: Annotated[int | None, typer.Option(help="torch threads of a model; 0: half of the cores")] = None,
     run_dir: Annotated[str | None, typer.Option(help="parent of the run folder")] = None,
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0: every interface")] = "127.0.0.1",
     http_port: Annotated[int, typer.Option(help="0: a free one")] = 8000,

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 
 import torch
 
+from inkling.checkpoint import Checkpoint
 from inkling.config import ModelConfig
 from inkling.engine.pages import CacheLayout
 from inkling.errors import SettingsError
 from inkling.memory import cache_layout
 from inkling.settings import Settings
+from inkling.tensors import draft_tensors, target_tensors
 
+_ALWAYS_WIDE = ("gate.bias", "global_scale")  # fp32 whatever the matrices are
 _DEFAULT_CONTEXT = 4096  # positions, when the checkpoint allows more
 
 
@@ -21,7 +24,8 @@ class Deployment:
     config: ModelConfig
     num_draft_tokens: int  # N; also the number of depths built
     max_context: int  # positions of one sequence
-    dtype: torch.dtype
+    dtype: torch.dtype  # of activations and caches
+    weight_dtype: torch.dtype  # of the weights as they are kept
     layout: CacheLayout
 
     @classmethod
@@ -51,4 +55,25 @@ class Deployment:
             max_length=context,
             max_chunk=settings.max_tokens_per_step,
         )
-        return cls(settings, config, drafts, context, dtype, layout)
+        return cls(
+            settings,
+            config,
+            drafts,
+            context,
+            dtype,
+            _weight_dtype(settings.checkpoint, config, dtype),
+            layout,
+        )
+
+
+def _weight_dtype(checkpoint: str, config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+    """bf16 where the checkpoint stores nothing wider: widening it per use loses nothing and halves the traffic."""
+    files = Checkpoint(checkpoint)
+    specs = [s for s in target_tensors(config) + draft_tensors(config) if not s.key.endswith(_ALWAYS_WIDE)]
+    stored = {
+        files.tensors[piece.name].dtype
+        for s in specs
+        for piece in files.pieces(s)
+        if piece.name in files.tensors
+    }
+    return torch.bfloat16 if stored == {"BF16"} else dtype

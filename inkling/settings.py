@@ -31,9 +31,7 @@ class Settings:
     max_prompt_chunk: int = 0  # rows of one prompt in a step; 0: all that max_tokens_per_step allows
     max_queued_requests: int = 256  # waiting requests; one more is answered UNAVAILABLE
     cache_bytes: int = 1 << 30  # all caches of target and draft together
-    threads: int = (
-        0  # torch threads of the target and of the draft; 0: the number of cores. Part of the promise
-    )
+    threads: int = 0  # torch threads of target and draft; 0: half of the cores. Part of the promise
     tensor_parallel_size: int = 1
     run_dir: str = ""  # parent of the run folder; empty: the system's temporary directory
     load_timeout_s: int = 1800  # how long the draft waits for the target to load
@@ -60,7 +58,7 @@ class Settings:
 
     @property
     def num_threads(self) -> int:
-        return self.threads or os.cpu_count() or 1
+        return self.threads or max(1, (os.cpu_count() or 1) // 2)
 
     @property
     def run_root(self) -> Path:

@@ -12,7 +12,8 @@ and tail differ in bits.
 
 from __future__ import annotations
 
-import numpy as np
+from itertools import chain
+
 import torch
 from torch import Tensor
 
@@ -57,7 +58,7 @@ def experts_reference(
     """-> [Tp, H] in ``m.dtype``; the sum over slots is fp32."""
     num_chosen = chosen.shape[1]
     num_shared = gamma.shape[1] - num_chosen
-    routed = _routed(m, chosen[:num_rows].numpy(), w13, w2)  # [T, k, H]
+    routed = _routed(m, chosen[:num_rows].tolist(), w13, w2)  # [T, k, H]
     total = routed[:, 0].float() * gamma[:num_rows, :1]
     for slot in range(1, num_chosen):
         total += routed[:, slot].float() * gamma[:num_rows, slot : slot + 1]
@@ -68,30 +69,30 @@ def experts_reference(
     return out.to(m.dtype)
 
 
-def _routed(m: Tensor, chosen: np.ndarray, w13: Tensor, w2: Tensor) -> Tensor:
+def _routed(m: Tensor, chosen: list[list[int]], w13: Tensor, w2: Tensor) -> Tensor:
     """Expert outputs of every (row, slot), ``[T, k, H]``. Each expert's rows are padded to the row quantum."""
-    pairs = chosen.ravel()
-    order = np.argsort(pairs, kind="stable")
-    experts, counts = np.unique(pairs, return_counts=True)
-    padded = [padded_rows(int(count)) for count in counts]
-    places = np.zeros(sum(padded), np.int64)  # row of m for every padded place; padding takes row 0
-    where = np.empty(len(pairs), np.int64)  # place of every pair
-    start = taken = 0
-    for count, size in zip(counts.tolist(), padded, strict=True):
-        mine = order[taken : taken + count]
-        places[start : start + count] = mine // chosen.shape[1]
-        where[mine] = np.arange(start, start + count)
-        start, taken = start + size, taken + count
-    x = m.index_select(0, torch.from_numpy(places))
+    members: dict[int, list[int]] = {}  # expert -> its pairs, pair = row * k + slot
+    for pair, expert in enumerate(chain.from_iterable(chosen)):
+        members.setdefault(expert, []).append(pair)
+    num_slots = len(chosen[0])
+    places: list[int] = []  # row of m for every padded place; padding repeats row 0
+    where = [0] * (len(chosen) * num_slots)  # place of every pair
+    spans: list[tuple[int, int, int]] = []  # expert, first place, end
+    for expert, pairs in members.items():
+        first = len(places)
+        for place, pair in enumerate(pairs, first):
+            where[pair] = place
+        places += [pair // num_slots for pair in pairs]
+        places += [0] * (padded_rows(len(pairs)) - len(pairs))
+        spans.append((expert, first, len(places)))
+    x = m.index_select(0, torch.tensor(places))
     gate_up = x.new_empty(len(places), w13.shape[1])
     out = x.new_empty(len(places), w2.shape[1])
-    _grouped_linear(x, w13, experts, padded, gate_up)
-    _grouped_linear(silu_mul_reference(gate_up).to(m.dtype), w2, experts, padded, out)
-    return out.index_select(0, torch.from_numpy(where)).view(len(chosen), chosen.shape[1], -1)
+    _grouped_linear(x, w13, spans, gate_up)
+    _grouped_linear(silu_mul_reference(gate_up).to(m.dtype), w2, spans, out)
+    return out.index_select(0, torch.tensor(where)).view(len(chosen), num_slots, -1)
 
 
-def _grouped_linear(x: Tensor, w: Tensor, experts: np.ndarray, sizes: list[int], out: Tensor) -> None:
-    start = 0
-    for expert, size in zip(experts.tolist(), sizes, strict=True):
-        torch.mm(x[start : start + size], w[expert].t(), out=out[start : start + size])
-        start += size
+def _grouped_linear(x: Tensor, w: Tensor, spans: list[tuple[int, int, int]], out: Tensor) -> None:
+    for expert, first, end in spans:
+        torch.mm(x[first:end], w[expert].to(x.dtype).t(), out=out[first:end])

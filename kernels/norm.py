@@ -8,19 +8,23 @@ Fused residual + norm rounds the sum first and takes the statistics from the rou
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """``x [..., n]``, ``weight [n]`` -> ``[..., n]`` in ``x.dtype``."""
-    wide = x.float()
-    scale = torch.rsqrt((wide * wide).mean(-1, keepdim=True) + eps)
-    return (wide * scale * weight.float()).to(x.dtype)
+    return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
 
 
-def embed_norm_reference(ids: Tensor, table: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """``ids [T]`` int64, ``table [V, H]`` -> normed embeddings ``[T, H]``; ``weight`` None: no norm."""
-    rows = table.index_select(0, ids)
+def embed_norm_reference(
+    ids: Tensor, table: Tensor, weight: Tensor | None, eps: float, dtype: torch.dtype | None = None
+) -> Tensor:
+    """``ids [T]`` int64, ``table [V, H]`` -> normed embeddings ``[T, H]`` in ``dtype`` (absent: the table's).
+
+    ``weight`` None: no norm.
+    """
+    rows = table.index_select(0, ids).to(dtype or table.dtype)
     return rows if weight is None else rms_norm_reference(rows, weight, eps)
 
 

@@ -69,18 +69,17 @@ def _attend(q, k, v, bank, key_cache, value_cache, group: QueryTiles) -> Tensor:
     bias = bank.index_select(0, group.rows).view(n, size, num_heads, -1)
     bias = bias.gather(3, group.bias_index[:, :, None].expand(n, size, num_heads, keys))
     bias = bias.view(n, size, num_kv, per_kv, blocks, page_size).permute(0, 4, 2, 1, 3, 5)
-    scores = scores * (1.0 / d) + bias
+    scores = scores.mul_(1.0 / d).add_(bias)  # in place: the product's result is ours
 
-    peak = scores.amax(dim=(1, 5), keepdim=True)
-    weights = torch.exp(scores - peak)
+    weights = scores.sub_(scores.amax(dim=(1, 5), keepdim=True)).exp_()
     block_sums = weights.sum(-1)  # [n, b, n_kv, Q, per_kv]: a fixed width
     block_outputs = torch.bmm(weights.view(-1, m, page_size).to(v.dtype), value_blocks.view(-1, page_size, d))
     block_outputs = block_outputs.float().view(n, blocks, num_kv, size, per_kv, d)
-    total, output = torch.zeros_like(block_sums[:, 0]), torch.zeros_like(block_outputs[:, 0])
-    for block in range(blocks):
-        total += block_sums[:, block]
-        output += block_outputs[:, block]
-    output /= total[..., None]
+    parts = torch.cat((block_outputs, block_sums[..., None]), -1)
+    total = torch.zeros_like(parts[:, 0])
+    for part in parts.unbind(1):
+        total += part
+    output = total[..., :d] / total[..., d:]
     return output.transpose(1, 2).reshape(n * size, num_heads * d)
 
 

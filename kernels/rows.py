@@ -7,13 +7,15 @@ checks that for the shapes, the library and the thread count in force, and refus
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import product
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 _QUANTA = (4, 8, 16)
+_WIDENED_ELEMENTS = 1 << 17  # of a block of narrow weights: 512 KiB in fp32
 _quantum = _QUANTA[0]
 
 
@@ -41,7 +43,21 @@ def pad_rows(x: Tensor) -> Tensor:
 def linear_reference(x: Tensor, w: Tensor) -> Tensor:
     """``x [T, K] @ w[N, K].T -> [T, N]``, fp32 accumulation, rounded once to ``x.dtype``. T: a quantum multiple."""
     assert x.shape[0] % _quantum == 0, (x.shape, _quantum)
-    return F.linear(x, w)
+    return widened_linear(x, w)
+
+
+def widened_linear(x: Tensor, w: Tensor) -> Tensor:
+    """The same for any T, row-exact only for quantum multiples.
+
+    Weights may be narrower than ``x``: bf16 weights widened here, in blocks that stay in the second-level cache, give
+    the bits of fp32 ones for half the memory traffic.
+    """
+    if w.dtype is x.dtype:
+        return F.linear(x, w)
+    block = max(64, _WIDENED_ELEMENTS // w.shape[1] // 64 * 64)
+    if w.shape[0] <= block:
+        return F.linear(x, w.to(x.dtype))
+    return torch.cat([F.linear(x, part.to(x.dtype)) for part in w.split(block)], 1)
 
 
 def row_counts(quantum: int, max_rows: int) -> list[int]:
@@ -54,28 +70,35 @@ def row_counts(quantum: int, max_rows: int) -> list[int]:
     return sorted(c for c in counts | {-(-max_rows // quantum) * quantum} if c <= max_rows + quantum)
 
 
-def _rows_agree(product, width: int, quantum: int, max_rows: int, dtype: torch.dtype) -> bool:
+def _rows_agree(
+    multiply: Callable[[Tensor], Tensor], width: int, quantum: int, max_rows: int, dtype: torch.dtype
+) -> bool:
     generator = torch.Generator().manual_seed(0)
     counts = row_counts(quantum, max_rows)
     x = torch.randn(counts[-1], width, generator=generator).to(dtype)
-    alone = torch.cat([product(part.clone()) for part in x.split(quantum)])
-    return all(torch.equal(product(x[:count].clone()), alone[:count]) for count in counts)
+    alone = torch.cat([multiply(part.clone()) for part in x.split(quantum)])
+    return all(torch.equal(multiply(x[:count].clone()), alone[:count]) for count in counts)
 
 
 def find_row_quantum(
-    linears: Iterable[tuple[int, int]], batched: Iterable[tuple[int, int]], max_rows: int, dtype: torch.dtype
+    linears: Iterable[tuple[int, int]],
+    batched: Iterable[tuple[int, int]],
+    max_rows: int,
+    dtype: torch.dtype,
+    weight_dtypes: Iterable[torch.dtype] = (),
 ) -> int:
     """The first quantum of 4, 8, 16 for which every product of the model is row-exact on this machine.
 
-    ``linears``: (K, N) of every weight; ``batched``: (K, N) of the attention products. Raises RuntimeError with the
-    shape that failed when none holds. Cost: one product of ``max_rows`` rows per shape and a few small ones.
+    ``linears``: (K, N) of every weight, tried in ``dtype`` and in each of ``weight_dtypes``; ``batched``: (K, N) of
+    the attention products. Raises RuntimeError with the shape that failed when none holds. Cost: one product of
+    ``max_rows`` rows per shape and a few small ones.
     """
     generator = torch.Generator().manual_seed(1)
     failed: tuple[int, int] | None = None
     for quantum in _QUANTA:
-        for k, n in sorted(set(linears)):
-            w = torch.randn(n, k, generator=generator).to(dtype)
-            if not _rows_agree(lambda x, w=w: F.linear(x, w), k, quantum, max_rows, dtype):
+        for (k, n), weight_dtype in product(sorted(set(linears)), {dtype, *weight_dtypes}):
+            w = torch.randn(n, k, generator=generator).to(weight_dtype)
+            if not _rows_agree(lambda x, w=w: linear_reference(x, w), k, quantum, max_rows, dtype):
                 failed = (k, n)
                 break
         else:

@@ -19,7 +19,7 @@ class ConvRows:
     """Addresses of one pass, shared by all layers. ``Tp``: padded rows; a slot is page * page_size + offset."""
 
     history: Tensor  # [3 * segments] slots of the 3 positions before each segment; slot 0 holds zeros
-    taps: tuple[Tensor, Tensor, Tensor]  # each [Tp]: row of u_{t-1}, u_{t-2}, u_{t-3} in cat(u, history)
+    taps: Tensor  # [3 * Tp] rows of u_{t-3}, then of u_{t-2}, then of u_{t-1}, in cat(u, history)
     write_rows: Tensor  # rows whose input is kept
     write_slots: Tensor  # and where
 
@@ -33,7 +33,10 @@ def short_conv_reference(u: Tensor, taps: Tensor, cache: Tensor, rows: ConvRows)
     known = torch.cat((u, cache.index_select(0, rows.history)))
     cache.index_copy_(0, rows.write_slots, u.index_select(0, rows.write_rows))
     wide = u.float()
+    older = known.index_select(0, rows.taps).float().view(3, *u.shape) * taps[:3, None]
     y = wide * taps[3]
-    for tap, source in zip((2, 1, 0), rows.taps, strict=True):
-        y += known.index_select(0, source).float() * taps[tap]
-    return (wide + y).to(u.dtype)
+    y += older[2]
+    y += older[1]
+    y += older[0]
+    y += wide
+    return y.to(u.dtype)

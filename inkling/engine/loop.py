@@ -1,4 +1,4 @@
-"""The speculation loop: plan, target, verify, commit, draft, reply.
+"""The speculation loop: plan, target, verify, commit, reply, draft.
 
 The loop knows two callables that execute step messages, no server and no tensors. It owns all state of all
 requests; other threads only submit, cancel and wait.
@@ -182,8 +182,8 @@ class Engine:
                 tokens, hidden = self._run_target(plan)
                 self._verify(plan, tokens)
                 self._commit(plan)
-                self._run_draft(plan, hidden)
                 self._reply(plan)
+                self._run_draft(plan, hidden)
         except Exception as error:
             _log.exception("step %d failed; %d requests end", self._step, len(self._open))
             error.__traceback__ = error.__context__ = error.__cause__ = (

@@ -122,22 +122,19 @@ def _conv_rows(rows: _Rows, tables: PageTables, shape: PassShape) -> ConvRows:
     _require(pages, older >= 0, "conv input", rows.slots)
     history = np.where(older < 0, 0, pages * size + older % size)
 
-    row = np.arange(len(rows.segment))
-    taps = []
-    for back in (1, 2, 3):
-        tap = np.arange(rows.padded)
-        in_history = rows.padded + 3 * rows.segment + 3 + rows.offset - back
-        tap[: len(row)] = np.where(rows.offset >= back, row - back, in_history)
-        taps.append(torch.from_numpy(tap))
+    taps = np.zeros((3, rows.padded), np.int64)
+    offset = (
+        rows.offset + _OLDER[:, None]
+    )  # [3, T] of u_{t-3}, u_{t-2}, u_{t-1} in the segment; negative: history
+    start = np.where(offset >= 0, rows.starts[rows.segment], rows.padded + 3 * rows.segment + 3)
+    taps[:, : len(rows.segment)] = start + offset
 
     kept = np.flatnonzero(rows.from_end <= 3 + shape.keep_after)
     positions = rows.positions[kept]
     pages = table[rows.slots[rows.segment[kept]], positions // size]
     _require(pages, None, "conv row", rows.slots)
     slots = pages * size + positions % size
-    return ConvRows(
-        torch.from_numpy(history.ravel()), tuple(taps), torch.from_numpy(kept), torch.from_numpy(slots)
-    )
+    return ConvRows(*(torch.from_numpy(a) for a in (history.ravel(), taps.ravel(), kept, slots)))
 
 
 def _kept_rows(rows: _Rows, shape: PassShape, kind: Kind) -> np.ndarray:

@@ -5,7 +5,7 @@ a = norm(x);  x = x + conv_A(W_o attention(a));  m = norm(x);  x = x + conv_M(ml
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,6 +28,12 @@ def _taps(weight: Tensor) -> Tensor:
     return weight.float().t().contiguous()
 
 
+def _wide_vectors(weights: LayerWeights) -> LayerWeights:
+    """Norm weights in fp32, as they are used; matrices stay as they are stored."""
+    attn = replace(weights.attn, q_norm=weights.attn.q_norm.float(), k_norm=weights.attn.k_norm.float())
+    return replace(weights, attn=attn, attn_norm=weights.attn_norm.float(), mlp_norm=weights.mlp_norm.float())
+
+
 @dataclass
 class DecoderLayer:
     weights: LayerWeights
@@ -44,6 +50,7 @@ class DecoderLayer:
 
     @classmethod
     def build(cls, weights: LayerWeights, geometry: AttentionGeometry, config: ModelConfig) -> DecoderLayer:
+        weights = _wide_vectors(weights)
         attn, mlp = weights.attn, weights.mlp
         dense = isinstance(mlp, DenseWeights)
         rel = attn.rel_proj.t()
@@ -56,7 +63,7 @@ class DecoderLayer:
             _taps(torch.cat((attn.k_conv, attn.v_conv))),
             _taps(weights.attn_conv),
             _taps(weights.mlp_conv),
-            torch.cat((rel, rel.new_zeros(2, rel.shape[1]))).contiguous(),
+            torch.cat((rel, rel.new_zeros(2, rel.shape[1]))).float().contiguous(),
             None if dense else mlp.shared_w13.flatten(0, 1),
             None if dense else mlp.shared_w2.transpose(0, 1).flatten(1).contiguous(),
         )

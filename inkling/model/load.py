@@ -14,7 +14,7 @@ from inkling.model.mtp import MtpModel
 from inkling.model.runner import DraftRunner, TargetRunner
 from inkling.model.shared_weights import SharedWeights
 from inkling.model.target import TargetModel
-from inkling.model.weights import load_draft, load_target
+from inkling.model.weights import DraftWeights, load_draft, load_target
 from inkling.protocol import Kind
 
 Report = Callable[[str], None]
@@ -36,17 +36,19 @@ def load_target_runner(
     weights = load_target(
         settings.checkpoint,
         config,
-        dtype=deployment.dtype,
+        dtype=deployment.weight_dtype,
         device=settings.device,
         progress=_percent(report, "target"),
     )
     if mapping is not None:
-        shared = SharedWeights.open(mapping, config, deployment.dtype, create=True)
+        shared = SharedWeights.open(mapping, config, deployment.weight_dtype, create=True)
         shared.embed.copy_(weights.embed)
         shared.head.copy_(weights.head)
         weights = replace(weights, embed=shared.embed, head=shared.head)
     runner = TargetRunner(
-        TargetModel.build(config, weights), generation=generation, **_sizes(deployment, Model.TARGET)
+        TargetModel.build(config, weights, deployment.dtype),
+        generation=generation,
+        **_sizes(deployment, Model.TARGET),
     )
     quantum = runner.check_row_invariance(settings.max_tokens_per_step)
     report(f"products are row-exact with {settings.num_threads} threads at a row quantum of {quantum}")
@@ -59,16 +61,26 @@ def load_draft_runner(
     """Reads the first N depths; embedding table and head are ``shared``."""
     settings, config = deployment.settings, deployment.config
     torch.set_num_threads(settings.num_threads)
+    if deployment.num_draft_tokens == 0:
+        return DraftRunner(
+            _no_depths(deployment, shared), generation=generation, **_sizes(deployment, Model.DRAFT)
+        )
     weights = load_draft(
         settings.checkpoint,
         config,
         deployment.num_draft_tokens,
-        dtype=deployment.dtype,
+        dtype=deployment.weight_dtype,
         device=settings.device,
         progress=_percent(report, "draft"),
     )
-    model = MtpModel.build(config, weights, shared.embed, shared.head)
+    model = MtpModel.build(config, weights, shared.embed, shared.head, deployment.dtype)
     return DraftRunner(model, generation=generation, **_sizes(deployment, Model.DRAFT))
+
+
+def _no_depths(deployment: Deployment, shared: SharedWeights) -> MtpModel:
+    """With drafting off for the deployment the draft model stands by and is never called."""
+    weights = DraftWeights([], None, None)
+    return MtpModel(deployment.config, weights, [], deployment.dtype, shared.embed, shared.head)
 
 
 def _sizes(deployment: Deployment, model: Model) -> dict:

@@ -38,12 +38,16 @@ class TargetRunner:
         num_pages: Mapping[Kind, int],
     ):
         config = model.config
-        embed = model.weights.embed
         self.model = model
         self.shape = PassShape.of(config, config.layer_is_local, num_draft_tokens)
         geometries = [config.layer_geometry(i) for i in range(config.num_layers)]
         self.cache = PagedCache(
-            geometries, config.hidden_size, page_size, num_pages, dtype=embed.dtype, device=embed.device
+            geometries,
+            config.hidden_size,
+            page_size,
+            num_pages,
+            dtype=model.dtype,
+            device=model.weights.embed.device,
         )
         self.slots = Slots(
             num_slots, _positions_per_slot(max_context, num_draft_tokens), page_size, generation
@@ -72,7 +76,9 @@ class TargetRunner:
     def check_row_invariance(self, max_rows: int) -> int:
         """Finds and sets the row quantum for this model, machine and thread count; RuntimeError when none holds."""
         linears, batched = self.model.product_shapes()
-        quantum = find_row_quantum(linears, batched, max_rows, self.model.weights.embed.dtype)
+        weights = self.model.weights
+        narrow = {layer.attn.qkvr.dtype for layer in weights.layers}
+        quantum = find_row_quantum(linears, batched, max_rows, self.model.dtype, narrow)
         set_row_quantum(quantum)
         return quantum
 
@@ -98,7 +104,7 @@ class DraftRunner:
             config.hidden_size,
             page_size,
             num_pages,
-            dtype=model.embed.dtype,
+            dtype=model.dtype,
             device=model.embed.device,
         )
         self.slots = Slots(
@@ -107,7 +113,7 @@ class DraftRunner:
         self.ring_rows = ring_rows(num_depths)
         # target states of entries that later windows may need again: entry p stands in row p % ring_rows
         self.ring = torch.zeros(
-            num_slots * self.ring_rows, config.hidden_size, dtype=model.embed.dtype, device=model.embed.device
+            num_slots * self.ring_rows, config.hidden_size, dtype=model.dtype, device=model.embed.device
         )
 
     @torch.inference_mode()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,20 +20,22 @@ from kernels.norm import embed_norm_reference, rms_norm_reference
 class TargetModel:
     config: ModelConfig
     weights: TargetWeights
+    dtype: torch.dtype  # of activations and caches
     layers: list[DecoderLayer]
 
     @classmethod
-    def build(cls, config: ModelConfig, weights: TargetWeights) -> TargetModel:
+    def build(cls, config: ModelConfig, weights: TargetWeights, dtype: torch.dtype) -> TargetModel:
         layers = [
             DecoderLayer.build(layer, config.layer_geometry(i), config)
             for i, layer in enumerate(weights.layers)
         ]
-        return cls(config, weights, layers)
+        embed_norm = weights.embed_norm.float() if weights.embed_norm is not None else None
+        return cls(config, replace(weights, embed_norm=embed_norm, norm=weights.norm.float()), dtype, layers)
 
     def hidden(self, ids: Tensor, cache: PagedCache, batch: Pass) -> Tensor:
         """``ids [Tp]`` int64 -> states after the final norm ``[Tp, H]``."""
         eps = self.config.rms_norm_eps
-        x = embed_norm_reference(ids, self.weights.embed, self.weights.embed_norm, eps)
+        x = embed_norm_reference(ids, self.weights.embed, self.weights.embed_norm, eps, self.dtype)
         for layer, layer_cache in zip(self.layers, cache.layers, strict=True):
             x = layer.forward(x, layer_cache, batch)
         return rms_norm_reference(x, self.weights.norm, eps)
@@ -53,8 +55,3 @@ class TargetModel:
 
 def _attention_shapes(head_dim: int, page_size: int = 64) -> tuple[tuple[int, int], tuple[int, int]]:
     return (head_dim, page_size), (page_size, head_dim)
-
-
-def pad_ids(ids: Tensor, rows: int) -> Tensor:
-    """``ids [T]`` with zeros appended up to ``rows``."""
-    return torch.nn.functional.pad(ids, (0, rows - ids.shape[0]))

@@ -64,7 +64,7 @@ def addresses(first: int, rows: int, kept: int) -> tuple[ConvRows, KeyWrites]:
     """One sequence at positions ``first`` on: conv slot 1 + p, key page 1 + p // PAGE; the last ``kept`` stay."""
     size = padded_rows(rows)
     taps = []
-    for back in (1, 2, 3):
+    for back in (3, 2, 1):
         tap = torch.arange(size)
         for i in range(rows):
             tap[i] = i - back if i >= back else size + 3 + i - back
@@ -72,7 +72,7 @@ def addresses(first: int, rows: int, kept: int) -> tuple[ConvRows, KeyWrites]:
     history = torch.tensor([1 + p if p >= 0 else 0 for p in range(first - 3, first)])
     last = torch.arange(rows - kept, rows)
     position = first + last
-    return ConvRows(history, tuple(taps), torch.arange(rows), first + 1 + torch.arange(rows)), KeyWrites(
+    return ConvRows(history, torch.cat(taps), torch.arange(rows), first + 1 + torch.arange(rows)), KeyWrites(
         last, 1 + position // PAGE, position % PAGE
     )
 
@@ -166,7 +166,7 @@ def test_rows_of_one_row_sequences_do_not_depend_on_the_others(layer: Layer) -> 
         rows = padded(qkvr)
         n, size = len(qkvr), len(rows)
         zeros = torch.full((size,), size)
-        conv = ConvRows(torch.zeros(3, dtype=torch.int64), (zeros,) * 3, torch.arange(n), 1 + torch.arange(n))
+        conv = ConvRows(torch.zeros(3, dtype=torch.int64), zeros.repeat(3), torch.arange(n), 1 + torch.arange(n))
         writes = KeyWrites(torch.arange(n), 1 + torch.arange(n) // PAGE, torch.arange(n) % PAGE)
         out = layer(rows, padded(tau[:, None])[:, 0], layer.caches(13), conv, writes)
         return torch.cat([x[:n].flatten(1) for x in out], 1)

@@ -39,12 +39,12 @@ def addresses(segments: list[tuple[int, int, int]]) -> ConvRows:
         for i in range(rows):
             for back in (1, 2, 3):
                 in_history = size + 3 * index + 3 + i - back
-                taps[back - 1][row] = row - back if i >= back else in_history
+                taps[3 - back][row] = row - back if i >= back else in_history
             slots.append(base + first + i)
             row += 1
     return ConvRows(
         torch.tensor(history),
-        tuple(torch.tensor(tap) for tap in taps),
+        torch.tensor(taps).flatten(),
         torch.arange(num_rows),
         torch.tensor(slots),
     )

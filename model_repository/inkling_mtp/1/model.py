@@ -21,7 +21,7 @@ class TritonPythonModel:
         settings = Settings.load()
         deployment = Deployment.of(settings)
         record = RunFolder.of_parent(settings.run_root).wait_for_target(settings.load_timeout_s, _report)
-        shared = SharedWeights.open(Path(record.mapping), deployment.config, deployment.dtype)
+        shared = SharedWeights.open(Path(record.mapping), deployment.config, deployment.weight_dtype)
         self._key = record.key_words.tobytes()
         self._dtype = deployment.dtype
         self._runner = load_draft_runner(deployment, shared, generation=record.generation, report=_report)
