@@ -75,7 +75,8 @@ class TargetRunner:
 
     def check_row_invariance(self, max_rows: int) -> int:
         """Finds and sets the row quantum for this model, machine and thread count; RuntimeError when none holds."""
-        linears, batched = self.model.product_shapes()
+        page_size = self.cache.page_size
+        linears, batched = self.model.product_shapes({page_size[Kind.FULL], page_size[Kind.LOCAL]})
         weights = self.model.weights
         narrow = {layer.attn.qkvr.dtype for layer in weights.layers}
         quantum = find_row_quantum(linears, batched, max_rows, self.model.dtype, narrow)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -44,14 +45,10 @@ class TargetModel:
         """fp32 ``[n, V']`` of the given rows."""
         return head_logits_reference(hidden, rows, self.weights.head, self.config.mup_multiplier)
 
-    def product_shapes(self) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
-        """(K, N) of the products with weights, and of the batched ones of attention."""
+    def product_shapes(self, page_sizes: Iterable[int]) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
+        """(K, N) of the products with weights, and of the batched ones of attention over pages of these sizes."""
         linears = {shape for layer in self.layers for shape in layer.product_shapes()}
         linears.add((self.weights.head.shape[1], self.weights.head.shape[0]))
-        return linears, {
-            s for g in (self.config.full, self.config.local) for s in _attention_shapes(g.head_dim)
-        }
-
-
-def _attention_shapes(head_dim: int, page_size: int = 64) -> tuple[tuple[int, int], tuple[int, int]]:
-    return (head_dim, page_size), (page_size, head_dim)
+        widths = {self.config.full.head_dim, self.config.local.head_dim}
+        sides = [(d, size) for d in widths for size in page_sizes]
+        return linears, {*sides, *((size, d) for d, size in sides)}
