@@ -116,14 +116,9 @@ def beside(server, stub, expected: bytes, executed: int) -> Iterator[None]:
 
 def refusal(server, stub, case: Case, transport: str) -> str:
     if transport == GRPC:
-        with pytest.raises(grpc.RpcError) as caught:
-            stream(
-                stub,
-                grpc_request(case.all_inputs(), case.parameters),
-                metadata=[("triton_grpc_error", "true")],
-            )
-        assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-        return caught.value.details()
+        # Not with the header triton_grpc_error, which asks for a real status: it makes server 2.51.0 crash.
+        (response,) = stream(stub, grpc_request(case.all_inputs(), case.parameters))
+        return response.error_message
     status, body = post(server, PATHS[transport], http_body(case.all_inputs(), case.parameters))
     assert status == 400, body
     return json.loads(body.removeprefix("data: "))["error"]

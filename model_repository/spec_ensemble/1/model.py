@@ -35,13 +35,13 @@ class TritonPythonModel:
             deployment.num_draft_tokens,
         )
         limits = EngineLimits.of(settings, deployment.max_context, deployment.num_draft_tokens)
-        folder = RunFolder.of_parent(settings.run_root)
-        record = folder.wait_for_target(settings.load_timeout_s, _report)
+        self._folder = RunFolder.of_parent(settings.run_root)
+        record = self._folder.wait_for_target(settings.load_timeout_s, _report)
         session = Session(record.key_words, record.generation)
         self._engine = Engine(limits, deployment.layout, BlsTarget(pb_utils), BlsDraft(pb_utils), session)
         self._engine.start()
         threading.Thread(
-            target=folder.serve_drain, args=(self._engine.drain,), name="drain", daemon=True
+            target=self._folder.serve_drain, args=(self._engine.drain,), name="drain", daemon=True
         ).start()
 
     def execute(self, requests: list) -> None:
@@ -58,6 +58,7 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         self._engine.close()
+        self._folder.remove()
 
 
 def _report(line: str) -> None:
