@@ -28,9 +28,13 @@ def serve(
     max_context: Annotated[int | None, typer.Option(help="positions of one sequence")] = None,
     max_running_sequences: Setting = None,
     max_tokens_per_step: Setting = None,
+    max_prompt_chunk: Setting = None,
     max_queued_requests: Setting = None,
     cache_bytes: Annotated[int | None, typer.Option(help="bytes for all caches")] = None,
-    threads: Annotated[int | None, typer.Option(help="torch threads of a model; 0: half of the cores")] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="torch threads of a model; 0: half of the cores")
+    ] = None,
+    load_timeout_s: Setting = None,
     run_dir: Annotated[str | None, typer.Option(help="parent of the run folder")] = None,
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0: every interface")] = "127.0.0.1",
     http_port: Annotated[int, typer.Option(help="0: a free one")] = 8000,
@@ -51,9 +55,11 @@ def serve(
         "max_context": max_context,
         "max_running_sequences": max_running_sequences,
         "max_tokens_per_step": max_tokens_per_step,
+        "max_prompt_chunk": max_prompt_chunk,
         "max_queued_requests": max_queued_requests,
         "cache_bytes": cache_bytes,
         "threads": threads,
+        "load_timeout_s": load_timeout_s,
         "run_dir": run_dir,
     }
     from inkling.server import RunningServer, ServerOptions, load_settings

@@ -73,6 +73,7 @@ def stream_http(url: str, inputs: Mapping[str, Any], timeout_s: float = 600.0) -
         body = json.dumps({"stream": True, **inputs})
         connection.request("POST", f"/v2/models/{ENSEMBLE_MODEL}/generate_stream", body)
         events = connection.getresponse()
+        is_complete = False
         is_stream = events.getheader("Content-Type", "").startswith("text/event-stream")
         for line in events if is_stream else [events.read()]:
             text = line.decode().removeprefix("data: ").strip()
@@ -81,7 +82,10 @@ def stream_http(url: str, inputs: Mapping[str, Any], timeout_s: float = 600.0) -
                 if "error" in response:
                     raise ResponseError(response["error"])
                 names = [name for name in response if not name.startswith("model_")]
+                is_complete = "seed" in response  # it comes with the last response alone
                 yield {name: _value(name, response[name]) for name in names}
+        if not is_complete:
+            raise ResponseError(f"{url}: the connection ended before the answer was complete")
     except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
         raise ResponseError(f"{url}: {error}") from error
     finally:

@@ -25,6 +25,8 @@ INT32_MAX = 2**31 - 1
 MAX_WORDS = 64  # stop words of one request
 MAX_WORD_BYTES = 256  # of one stop word, in UTF-8
 MAX_IDS = 256  # stop ids of one request
+MAX_ELEMENTS = 4096  # of any list, before a tighter bound of its own
+MAX_PROMPT_IDS = 1 << 20  # before the deployment's own context
 MAX_JSON_BYTES = 1 << 16  # of sampling_parameters
 
 INT32, UINT64, FP32, BOOL, STRING = "TYPE_INT32", "TYPE_UINT64", "TYPE_FP32", "TYPE_BOOL", "TYPE_STRING"
@@ -123,6 +125,9 @@ def from_tensor(name: str, array: np.ndarray) -> Value:
         raise RequestError(f"{name} has type {array.dtype}; it must be {field.type.removeprefix('TYPE_')}")
     if array.ndim != 1 or (field.dims == (1,) and array.shape != (1,)):
         raise RequestError(f"{name} has shape {list(array.shape)}; it must be {list(field.dims)}")
+    if array.size > (MAX_PROMPT_IDS if field.name == "input_ids" else MAX_ELEMENTS):
+        bound = MAX_PROMPT_IDS if field.name == "input_ids" else MAX_ELEMENTS
+        raise RequestError(f"{name} has {array.size} elements; at most {bound} are allowed")
     if field.type == STRING:
         texts = tuple(_decode(name, element) for element in array)
         return texts[0] if field.dims == (1,) else _check_words(field, name, texts)

@@ -54,6 +54,7 @@ class RunFolder:
         self.mapping = path / "shared_weights"
         self._record = path / "target.json"
         self._failure = path / "target.error"
+        self._loading = path / "target.pid"
 
     @classmethod
     def of_server(cls, root: Path, pid: int) -> RunFolder:
@@ -66,12 +67,22 @@ class RunFolder:
         return cls.of_server(root, os.getppid())
 
     def create(self) -> None:
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        """Each of the three processes makes sure of it. Raises ModelError when it cannot be this user's own."""
+        try:
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise ModelError(
+                f"run folder {self.path} cannot be made: {error}; set run_dir to another place"
+            ) from error
         if self.path.stat().st_uid != os.getuid():
             raise ModelError(
                 f"run folder {self.path} belongs to user {self.path.stat().st_uid}; set run_dir to another place"
             )
         self.path.chmod(0o700)
+
+    def announce_loading(self) -> None:
+        """The target says that it loads, and in which process."""
+        self._write(self._loading, str(os.getpid()))
 
     def publish(self, record: TargetRecord) -> None:
         self._write(self._record, json.dumps(asdict(record)))
@@ -93,6 +104,10 @@ class RunFolder:
                 return record
             if self._failure.exists():
                 raise ModelError(f"inkling_target failed to load: {self._failure.read_text()}")
+            if self._loading.exists() and not _is_running(int(self._loading.read_text())):
+                raise ModelError(
+                    "inkling_target ended while it loaded; see the server's log, and its memory limit"
+                )
             now = time.monotonic()
             if now - start > timeout_s:
                 raise ModelError(
@@ -120,6 +135,13 @@ class RunFolder:
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as stream:
             stream.write(text)
         partial.replace(file)
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
 
 
 def _start_time(pid: int) -> str:

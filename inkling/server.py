@@ -38,6 +38,9 @@ from inkling.settings import ENV_FILE, ENV_PREFIX, Settings
 from inkling.tritonserver import ServerError
 
 SHARED_MEMORY = Path("/dev/shm")
+BROKEN_DRAIN_S = 5.0  # for a server with a dead model; its calls fail after 1 to 2 s
+LOAD_FAILURE_S = 5.0  # a server whose model failed to load ends within this, with a better reason
+SENT_S = 0.1  # between the last response handed to the server and the client's having it
 LOG_LINES = 10_000  # kept in memory
 _LOG_LINE = re.compile(r"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ ")
 # What the server prints beside its log: tables of options, and these.
@@ -88,6 +91,7 @@ class RunningServer:
         self._process: subprocess.Popen[str] | None = None
         self._work: Path | None = None
         self._run_folder: RunFolder | None = None
+        self._died = 0.0  # when a model's process was first seen dead, monotonic seconds; 0: never
 
     @property
     def pid(self) -> int:
@@ -106,7 +110,9 @@ class RunningServer:
         self.stop()
 
     def start(self) -> None:
-        """Returns when all three models are loaded."""
+        """Returns when all three models are loaded. Call it in the main thread: the server ends with its starter."""
+        if threading.current_thread() is not threading.main_thread():
+            raise ServerError("a server ends with the thread that started it; start it in the main thread")
         installation = tritonserver.find_installation(os.environ)
         tritonserver.check_numpy(np.__version__, installation.server_version)
         with ExitStack() as held:  # the ports stay bound until just before the server binds them
@@ -151,9 +157,13 @@ class RunningServer:
     def stop(self) -> None:
         """Drain, stop, clean up. An interrupt on the way cuts the rest short but for the cleaning up."""
         try:
-            if self.is_ready and not self._failure():
-                self._drain()
-                self._terminate()
+            if self.is_ready and self._process is not None and self._process.poll() is None:
+                is_broken = bool(
+                    self._failure()
+                )  # a model died: the engine answers its open requests with that
+                self._drain(BROKEN_DRAIN_S if is_broken else self.options.drain_timeout_s)
+                if not is_broken:
+                    self._terminate()
         finally:
             self.kill()
 
@@ -170,17 +180,18 @@ class RunningServer:
         if self._work is not None:
             shutil.rmtree(self._work, ignore_errors=True)
 
-    def _drain(self) -> None:
+    def _drain(self, timeout_s: float) -> None:
         folder = self._run_folder
         if folder is None or not folder.path.is_dir():
             return
         folder.drain.touch()
-        deadline = time.monotonic() + self.options.drain_timeout_s
-        while not folder.drained.exists() and not self._failure():
+        deadline = time.monotonic() + timeout_s
+        while not folder.drained.exists() and self._process.poll() is None:
             if time.monotonic() > deadline:
-                self._report(f"requests still open after {self.options.drain_timeout_s:g} s are cut off")
+                self._report(f"requests still open after {timeout_s:g} s are cut off")
                 return
             time.sleep(0.05)
+        time.sleep(SENT_S)
 
     def _terminate(self) -> None:
         if self._process is None or self._process.poll() is not None:
@@ -202,13 +213,12 @@ class RunningServer:
             self._reader.join(timeout=5.0)
             last = "\n".join(list(self.log)[-20:])
             return load_failure(self.log) or f"the server ended with code {code}; its last lines:\n{last}"
-        if not self.is_ready:  # a model that dies while loading ends the server
-            return ""
-        for member in process_group.members(
-            self.pid
-        ):  # the server never restarts a stub, 24.10 stays "ready"
+        # the server never restarts a stub, and 24.10 stays "ready" without it
+        for member in process_group.members(self.pid):
             if member.is_zombie and member.parent == self.pid:
-                return f"the process of a model ended (pid {member.pid}); restart the server"
+                self._died = self._died or time.monotonic()
+                if self.is_ready or time.monotonic() - self._died > LOAD_FAILURE_S:
+                    return f"the process of a model ended (pid {member.pid}); restart the server"
         return ""
 
     def _answers_ready(self) -> bool:

@@ -93,26 +93,45 @@ def find_row_quantum(
     the attention products. Raises RuntimeError with the shape that failed when none holds. Cost: one product of
     ``max_rows`` rows per shape and a few small ones.
     """
-    generator = torch.Generator().manual_seed(1)
     failed: tuple[int, int] | None = None
     for quantum in _QUANTA:
-        for (k, n), weight_dtype in product(sorted(set(linears)), {dtype, *weight_dtypes}):
-            w = torch.randn(n, k, generator=generator).to(weight_dtype)
-            if not _rows_agree(lambda x, w=w: linear_reference(x, w), k, quantum, max_rows, dtype):
-                failed = (k, n)
-                break
-        else:
-            for k, n in sorted(set(batched)):
-                w = torch.randn(3, k, n, generator=generator).to(dtype)
-                if not _rows_agree(lambda x, w=w: _stack(x, w), k, quantum, min(max_rows, 256), dtype):
-                    failed = (k, n)
-                    break
-            else:
-                return quantum
+        weights = product(sorted(set(linears)), {dtype, *weight_dtypes})
+        failed = _first_failure(weights, sorted(set(batched)), quantum, max_rows, dtype)
+        if failed is None:
+            return quantum
     raise RuntimeError(
         f"products of K={failed[0]}, N={failed[1]} give a row other bits in another batch at every row quantum "
         f"{_QUANTA} with {torch.get_num_threads()} threads; try another `threads` setting or BLAS library"
     )
+
+
+def _first_failure(
+    weights: Iterable[tuple[tuple[int, int], torch.dtype]],
+    batched: Iterable[tuple[int, int]],
+    quantum: int,
+    max_rows: int,
+    dtype: torch.dtype,
+) -> tuple[int, int] | None:
+    """(K, N) of the first product, called as the operations call it, whose rows depend on one another."""
+    generator = torch.Generator().manual_seed(1)
+    for (k, n), weight_dtype in weights:
+        w = torch.randn(n, k, generator=generator).to(weight_dtype)
+        for multiply in (linear_reference, _into):
+            if not _rows_agree(lambda x, m=multiply, w=w: m(x, w), k, quantum, max_rows, dtype):
+                return k, n
+    for k, n in batched:
+        values = torch.randn(3, k, n, generator=generator).to(dtype)
+        keys = torch.randn(3, n, k, generator=generator).to(dtype).transpose(1, 2)
+        for w in (values, keys):
+            if not _rows_agree(lambda x, w=w: _stack(x, w), k, quantum, min(max_rows, 256), dtype):
+                return k, n
+    return None
+
+
+def _into(x: Tensor, w: Tensor) -> Tensor:
+    """As the grouped product of the experts writes its part."""
+    out = x.new_empty(x.shape[0], w.shape[0])
+    return torch.mm(x, w.to(x.dtype).t(), out=out)
 
 
 def _stack(x: Tensor, w: Tensor) -> Tensor:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import http.server
 import socket
+import threading
 
 import pytest
 
-from inkling.client import ResponseError, Tally, stream
+from inkling.client import ResponseError, Tally, stream, stream_http
 
 
 def test_a_tally_counts_tokens_of_each_response_and_the_last_total_of_drafts():
@@ -45,3 +47,25 @@ def test_a_server_that_is_not_there_is_an_error(scheme):
         bound.bind(("127.0.0.1", 0))
         with pytest.raises(ResponseError, match="refused"):
             list(stream(f"{scheme}127.0.0.1:{bound.getsockname()[1]}", {"text_input": "a"}))
+
+
+def test_a_stream_that_ends_early_is_no_answer():
+    """A server that dies closes the connection; what came before must not pass for the whole."""
+
+    class Half(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.end_headers()
+            self.wfile.write(b'data: {"text_output": "half an ans"}\n\n')
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Half) as server:
+        threading.Thread(target=server.handle_request, daemon=True).start()
+        answer = stream_http(f"127.0.0.1:{server.server_port}", {"text_input": "a"})
+        assert next(answer) == {"text_output": "half an ans"}
+        with pytest.raises(ResponseError, match="before the answer was complete"):
+            next(answer)

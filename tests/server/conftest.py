@@ -90,6 +90,11 @@ class ServeCommand:
             assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s\n{self.errors.read_text()}"
             time.sleep(0.02)
 
+    def kill_stub(self, model: str) -> None:
+        for member in self.processes():
+            if f"/{model}/" in Path(f"/proc/{member.pid}/cmdline").read_text():
+                os.kill(member.pid, signal.SIGKILL)
+
     @property
     def is_draining(self) -> bool:
         return any((folder / "drain").exists() for folder in self._run_folders())

@@ -228,3 +228,25 @@ def test_models_are_heard_and_the_servers_tables_are_not(line, while_loading, on
 
 def test_the_server_listens_on_this_machine_alone_by_default():
     assert ServerOptions().host == "127.0.0.1"
+
+
+@server_test
+@pytest.mark.parametrize("model", ["inkling_target", "inkling_mtp"])
+def test_open_requests_get_an_error_when_a_model_process_dies_under_serve(serve, tiny_checkpoint, model):
+    command = serve("--checkpoint", str(tiny_checkpoint))
+    command.wait_ready()
+    streams = [OpenStream(command.grpc_url, max_tokens=3000) for _ in range(3)]
+    command.wait_for(lambda: all(stream.num_tokens for stream in streams), "first tokens")
+    command.kill_stub(model)
+    for stream in streams:
+        stream.join()
+        assert model in str(stream.error) and "Socket closed" not in str(stream.error)
+    assert command.wait_stopped() == 1
+    assert command.leftovers() == []
+
+
+@server_test
+def test_serve_ends_when_the_run_folder_cannot_be_made(serve, tiny_checkpoint):
+    command = serve("--checkpoint", str(tiny_checkpoint), "--run-dir", "/proc/nowhere")
+    assert command.wait_stopped() == 1
+    assert "run folder /proc/nowhere" in command.errors.read_text()

@@ -20,7 +20,9 @@ class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         settings = Settings.load()
         deployment = Deployment.of(settings)
-        record = RunFolder.of_parent(settings.run_root).wait_for_target(settings.load_timeout_s, _report)
+        folder = RunFolder.of_parent(settings.run_root)
+        folder.create()
+        record = folder.wait_for_target(settings.load_timeout_s, _report)
         shared = SharedWeights.open(Path(record.mapping), deployment.config, deployment.weight_dtype)
         self._key = record.key_words.tobytes()
         self._dtype = deployment.dtype

@@ -18,6 +18,7 @@ class TritonPythonModel:
         settings = Settings.load()
         folder = RunFolder.of_parent(settings.run_root)
         folder.create()
+        folder.announce_loading()
         try:
             record = TargetRecord.create(folder.mapping)
             self._key = record.key_words.tobytes()

@@ -36,6 +36,7 @@ class TritonPythonModel:
         )
         limits = EngineLimits.of(settings, deployment.max_context, deployment.num_draft_tokens)
         self._folder = RunFolder.of_parent(settings.run_root)
+        self._folder.create()
         record = self._folder.wait_for_target(settings.load_timeout_s, _report)
         session = Session(record.key_words, record.generation)
         self._engine = Engine(limits, deployment.layout, BlsTarget(pb_utils), BlsDraft(pb_utils), session)
