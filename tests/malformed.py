@@ -143,7 +143,6 @@ REACHES_US = (
     _input("return_log_probs", True, "is True", "only false"),
     _input("num_top_log_probs", 2, "is 2", "only 0"),
     _input("return_logprobs", True, "is True", "only false"),
-    _parameter("messages", "[]", "not supported"),
     # one setting, two values
     Case("two seeds", ("seed is 1", "random_seed is 2", "give one"), {"seed": 1, "random_seed": 2}),
     Case("two temperatures", ("temperature is 0.5", "sampling_parameters.temperature is 1.0", "give one"),
