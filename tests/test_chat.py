@@ -7,7 +7,7 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from inkling.chat import CALL, CLOSERS, EFFORTS, VISIBLE, chat_format
 from inkling.errors import RequestError
@@ -28,6 +28,8 @@ def make_tokenizer(*missing: str, special: bool = True, ignore_merges: bool = Fa
     tokenizer.train_from_iterator(["<|message_user|> hello", "naïve 東京 🙂", *MARKERS] * 3, trainer)
     markers = [marker for marker in MARKERS if marker not in missing]
     tokenizer.add_tokens([AddedToken(marker, special=special, normalized=False) for marker in markers])
+    begin = tokenizer.token_to_id("!")  # a prompt of messages must not get it
+    tokenizer.post_processor = processors.TemplateProcessing(single="! $A", special_tokens=[("!", begin)])
     return tokenizer
 
 
@@ -282,7 +284,11 @@ def test_effort_without_messages_is_refused(tokenizer):
 def answer_ids(tokenizer: Tokenizer, *parts: str) -> list[int]:
     ids: list[int] = []
     for part in parts:
-        ids += [tokenizer.token_to_id(part)] if part in MARKERS else tokenizer.encode(part).ids
+        ids += (
+            [tokenizer.token_to_id(part)]
+            if part in MARKERS
+            else tokenizer.encode(part, add_special_tokens=False).ids
+        )
     return ids
 
 
