@@ -332,3 +332,53 @@ def test_a_stop_word_ends_the_answer_in_content_only(tokenizer):
         tokenizer, HELLO, stop_words=["me think"], sampling_parameters='{"skip_special_tokens": false}'
     )
     assert text_of(plain, ids)[0] == "author<|content_thinking|>let "
+
+
+KEYS = [
+    "role",
+    "content",
+    "name",
+    "thinking",
+    "tool_calls",
+    "tool_call_id",
+    "type",
+    "text",
+    "function",
+    "arguments",
+    "id",
+]
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+LEAVES |= st.sampled_from(["user", "assistant", "tool", "system", "text", "function", "{}", '{"a": 1}'])
+JSON = st.recursive(
+    LEAVES,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=5),
+    max_leaves=12,
+)
+MESSAGE = st.fixed_dictionaries(
+    {"role": st.sampled_from(["user", "assistant", "tool"])},
+    optional={"content": JSON, "tool_calls": JSON, "name": JSON, "thinking": JSON},
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(JSON | st.lists(MESSAGE, max_size=3), LEAVES)
+def test_any_json_is_a_prompt_or_a_refusal_and_nothing_else(tokenizer, messages, effort):
+    try:
+        ids = ids_of(tokenizer, messages, effort)
+    except RequestError as error:
+        assert any(name in str(error) for name in ("messages", "reasoning_effort"))
+        str(error).encode()
+        return
+    assert ids[-1] == tokenizer.token_to_id("<|message_model|>")
+
+
+@pytest.mark.parametrize("depth", [10, 500, 900, 950, 980, 100_000])
+def test_arguments_nested_deep_are_a_prompt_or_a_refusal(tokenizer, depth):
+    arguments = '{"a":' * depth + "1" + "}" * depth
+    function = {"name": "f", "arguments": arguments}
+    try:
+        ids = ids_of(tokenizer, [{"role": "assistant", "tool_calls": [{"function": function}]}])
+    except RequestError as error:
+        assert depth > 500 and "arguments" in str(error)
+        return
+    assert f'{{"name":"f","args":{arguments}}}' in spelled(tokenizer, ids)
