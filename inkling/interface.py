@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
+from inkling.chat import DEFAULT_EFFORT, chat_format
 from inkling.engine.request import GenerateRequest, SamplingParams, StopRules
 from inkling.errors import RequestError
 from inkling.parameters import (
@@ -59,7 +60,7 @@ ASKED_BY = {
     "return_num_output_tokens": ("num_output_tokens",),
     "return_perf_metrics": PERF_METRICS,
 }
-NOT_YET = {"messages": "chat messages are not supported by this version; send text_input or input_ids"}
+PROMPTS = ("text_input", "input_ids", "messages")
 DEFAULT_MAX_TOKENS = 16
 DRAWN_SEED_BITS = 53  # a drawn seed survives clients that read numbers as doubles
 
@@ -73,6 +74,11 @@ class InterfaceContext:
     eos_token_ids: frozenset[int]
     max_context: int  # positions of prompt and answer together
     num_draft_tokens: int  # the deployment's N
+
+    def __post_init__(self) -> None:
+        if self.tokenizer is not None:  # seconds for a large vocabulary: now, not in somebody's request
+            longest_piece(self.tokenizer)
+            chat_format(self.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -126,12 +132,15 @@ def parse_request(
         num_draft_tokens=_read_num_drafts(given, context),
         timeout_us=_sooner(get("timeout_ms", 0) * 1000, timeout_us),
     )
+    skip_special_tokens = get("skip_special_tokens", True)
+    is_filtered = "messages" in given and skip_special_tokens
     assembler = TextAssembler(
         context.tokenizer,
         stop.stop_words,
         hidden_ids=context.eos_token_ids | stop.stop_ids,
-        skip_special_tokens=get("skip_special_tokens", True),
+        skip_special_tokens=skip_special_tokens,
         min_tokens=stop.min_tokens,
+        blocks=chat_format(context.tokenizer).content_blocks() if is_filtered else None,
     )
     wanted = {output for flag, outputs in ASKED_BY.items() if get(flag, False) for output in outputs}
     if "input_ids" in given:
@@ -145,8 +154,6 @@ def check_request_parameters(parameters: Mapping[str, object]) -> None:
     for name, value in parameters.items():
         if name == "id" or name.startswith("triton_"):
             continue
-        if name in NOT_YET:
-            raise RequestError(f"{name} is {shown(value)}; {NOT_YET[name]}")
         if name in INPUTS:
             raise RequestError(f"request parameter {name} is {shown(value)}; send it as the input {name!r}")
         if name in KEYS:
@@ -187,15 +194,21 @@ def _read_prompt(
     given: Mapping[str, Given], context: InterfaceContext, echo: bool
 ) -> tuple[tuple[int, ...], str]:
     """Prompt ids, and the text to stand before the answer: the prompt's when ``echo``, else none."""
-    if "text_input" in given and "input_ids" in given:
-        raise RequestError("text_input and input_ids are both given; a request has exactly one prompt")
-    if "input_ids" in given:
-        ids = given["input_ids"].value
-        _check_length("input_ids", len(ids), context)
-        check_ids("input_ids", ids, context.vocab_size)
+    names = [name for name in PROMPTS if name in given]
+    if not names:
+        raise RequestError(
+            "none of text_input, input_ids, messages is given; a request has exactly one prompt"
+        )
+    if len(names) > 1:
+        raise RequestError(f"{' and '.join(names[:2])} are both given; a request has exactly one prompt")
+    if "reasoning_effort" in given and names != ["messages"]:
+        effort, name = given["reasoning_effort"]
+        raise RequestError(f"{name} is {shown(effort)}; it is a setting of messages, and none are given")
+    if names != ["text_input"]:
+        ids = given["input_ids"].value if "input_ids" in given else _read_messages(given, context)
+        _check_length(names[0], len(ids), context)
+        check_ids(names[0], ids, context.vocab_size)
         return ids, context.tokenizer.decode(list(ids)) if echo and context.tokenizer else ""
-    if "text_input" not in given:
-        raise RequestError("neither text_input nor input_ids is given; a request has exactly one prompt")
     text = given["text_input"].value
     if context.tokenizer is None:
         raise RequestError(
@@ -212,6 +225,16 @@ def _read_prompt(
     _check_length("text_input", len(ids), context)
     check_ids("text_input", ids, context.vocab_size)
     return ids, text if echo else ""
+
+
+def _read_messages(given: Mapping[str, Given], context: InterfaceContext) -> tuple[int, ...]:
+    messages = given["messages"].value
+    if context.tokenizer is None:
+        raise RequestError(
+            f"messages is {shown(messages)}, but the checkpoint has no tokenizer.json; send input_ids"
+        )
+    effort = _getter(given)("reasoning_effort", DEFAULT_EFFORT)
+    return chat_format(context.tokenizer).prompt_ids(messages, effort, context.max_context - 1)
 
 
 def _check_length(name: str, num_tokens: int, context: InterfaceContext) -> None:

@@ -16,6 +16,7 @@ import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -30,7 +31,9 @@ MAX_PROMPT_IDS = 1 << 20  # before the deployment's own context
 MAX_JSON_BYTES = 1 << 16  # of sampling_parameters
 
 INT32, UINT64, FP32, BOOL, STRING = "TYPE_INT32", "TYPE_UINT64", "TYPE_FP32", "TYPE_BOOL", "TYPE_STRING"
-ANY_JSON = ""  # a key of sampling_parameters that is only ever compared with its neutral values
+ANY_JSON = (
+    ""  # a key of sampling_parameters that is checked elsewhere, or only compared with its neutral values
+)
 NUMPY_TYPES = {INT32: np.int32, UINT64: np.uint64, FP32: np.float32, BOOL: np.bool_, STRING: np.object_}
 
 Value = bool | int | float | str | tuple[str, ...] | tuple[int, ...] | object
@@ -64,6 +67,7 @@ FIELDS = (
     # prompt: exactly one
     Field("text_input", STRING, sampling=False),
     Field("input_ids", INT32, (-1,), sampling=False),
+    Field("messages", STRING, sampling=False),
     # sampling
     Field("temperature", FP32, low=0, high=100, absent="greedy"),
     Field("top_k", INT32, low=-1, absent="off, as 0 and -1"),
@@ -101,6 +105,8 @@ FIELDS = (
     Field("logit_bias", ANY_JSON, tensor=False, neutral=({},)),
     Field("logprobs", ANY_JSON, tensor=False, neutral=(None, False)),
     Field("prompt_logprobs", ANY_JSON, tensor=False, neutral=(None,)),
+    # chat, with messages
+    Field("reasoning_effort", ANY_JSON, tensor=False),  # checked with them
     # one answer a request, by sampling
     Field("n", INT32, tensor=False, neutral=(1,)),
     Field("best_of", INT32, tensor=False, neutral=(1,)),
@@ -160,38 +166,36 @@ def from_json(key: str, value: object) -> Value:
     return _check(field, name, _number(field, name, value))
 
 
-def load_json(text: str) -> dict[str, object]:
-    """The object in ``sampling_parameters``; no key twice, no NaN, no Infinity. Raises RequestError."""
-    if len(text) > MAX_JSON_BYTES:
-        raise RequestError(
-            f"{SAMPLING_PARAMETERS} has {len(text)} characters; at most {MAX_JSON_BYTES} are allowed"
-        )
+def load_json(
+    text: str, name: str = SAMPLING_PARAMETERS, kind: type = dict, max_chars: int = MAX_JSON_BYTES
+) -> Any:
+    """The object (or the list, as ``kind`` says) in the JSON text of ``name``; no key twice, no NaN, no
+    Infinity. Raises RequestError."""
+    if len(text) > max_chars:
+        raise RequestError(f"{name} has {len(text)} characters; at most {max_chars} are allowed")
 
     def unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
         values = dict(pairs)
         if len(values) < len(pairs):
             keys = [key for key, _ in pairs]
             twice = next(key for key in keys if keys.count(key) > 1)
-            raise RequestError(f"{SAMPLING_PARAMETERS} has the key {shown(twice)} twice; give it once")
+            raise RequestError(f"{name} has the key {shown(twice)} twice; give it once")
         return values
 
     def constant(word: str) -> None:
-        raise RequestError(f"{SAMPLING_PARAMETERS} contains {word}; JSON numbers must be finite")
+        raise RequestError(f"{name} contains {word}; JSON numbers must be finite")
 
     try:
         values = json.loads(text, object_pairs_hook=unique, parse_constant=constant)
     except RecursionError as error:
-        raise RequestError(
-            f"{SAMPLING_PARAMETERS} is nested too deep; it must be a flat JSON object"
-        ) from error
+        raise RequestError(f"{name} is nested too deep; flatten it") from error
     except RequestError:
         raise
     except ValueError as error:  # also an integer of more digits than Python converts
-        raise RequestError(f"{SAMPLING_PARAMETERS} is not valid JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise RequestError(
-            f"{SAMPLING_PARAMETERS} is {shown(values)}; it must be a JSON object, such as {{}}"
-        )
+        raise RequestError(f"{name} is not valid JSON: {error}") from error
+    if not isinstance(values, kind):
+        rule = "a JSON object, such as {}" if kind is dict else "a JSON list"
+        raise RequestError(f"{name} is {shown(values)}; it must be {rule}")
     return values
 
 

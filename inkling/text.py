@@ -10,6 +10,7 @@ import codecs
 from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
+from typing import Protocol
 
 from tokenizers import Tokenizer, decoders
 
@@ -36,13 +37,20 @@ def longest_piece(tokenizer: Tokenizer) -> int:
     return max((len(piece.encode()) for piece in tokenizer.get_vocab()), default=1)
 
 
+class Blocks(Protocol):
+    """The blocks of a chat answer (``inkling.chat.ContentBlocks``)."""
+
+    def is_content(self, token_id: int) -> bool: ...
+
+
 class TextAssembler:
     """Text of one answer. Ids in ``hidden_ids`` and, by default, special tokens have none.
 
     A stop word ends the text at the token that completes it; of several, the one that is completed first in
     reading order, the longest of those that end at the same character. Before ``min_tokens`` tokens none
-    does. Without a tokenizer there is no text. Amortised time per token is constant in the length of the
-    answer.
+    does. Without a tokenizer there is no text. ``blocks`` tells which ids of a chat answer are content; the
+    others have no text, so a stop word is looked for in content alone. Amortised time per token is constant
+    in the length of the answer.
     """
 
     def __init__(
@@ -52,7 +60,9 @@ class TextAssembler:
         hidden_ids: Iterable[int] = (),
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
+        blocks: Blocks | None = None,
     ):
+        self._blocks = blocks
         self._decoder = _decoder(tokenizer, skip_special_tokens)
         self._stop = _StopWords(tuple(stop_words)) if stop_words else None
         self._hidden = frozenset(hidden_ids)
@@ -63,7 +73,8 @@ class TextAssembler:
     def append(self, token_id: int) -> bool:
         """Takes the next token. True when it completes a stop word; nothing may be appended after that."""
         self._tokens_to_minimum -= 1
-        if token_id in self._hidden:
+        is_content = self._blocks is None or self._blocks.is_content(token_id)
+        if not is_content or token_id in self._hidden:
             return False
         piece = self._decoder.push(token_id)
         if not piece:

@@ -172,9 +172,10 @@ def test_a_prompt_leaves_room_for_one_token():
 
 
 def test_exactly_one_prompt():
-    refused("neither text_input nor input_ids", text_input=None)
+    refused("none of text_input, input_ids, messages is given", "exactly one", text_input=None)
     refused("text_input and input_ids are both given", input_ids=[1])
-    refused("messages is", "not supported", parameters={"messages": "[]"})
+    refused("text_input and messages are both given", messages="[]")
+    refused("messages is '[]'", "send it as the input", parameters={"messages": "[]"})
 
 
 def test_ids_are_inside_the_vocabulary():

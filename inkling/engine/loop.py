@@ -267,6 +267,7 @@ class Engine:
             sequence.total_draft_tokens += segment.num_drafts
             sequence.total_accepted_draft_tokens += min(segment.accepted, len(segment.emitted))
             if sequence.finish_reason:
+                sequence.num_computed = min(sequence.num_computed, len(sequence.ids))  # not past the cut
                 self._end(sequence)
 
     def _run_draft(self, plan: list[Segment], hidden: Any) -> None:
