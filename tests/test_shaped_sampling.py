@@ -66,7 +66,7 @@ def scripted(models: LocalModels, references: References, seed: int = 0) -> Scri
         references,
         vocab_size=20,
         num_depths=DEPTHS,
-        probability=0.75,
+        probability=0.9,
         seed=seed,
         generation=GENERATION,
     )
@@ -130,7 +130,7 @@ def test_every_number_of_drafts_draws_what_the_definitions_say(models: LocalMode
             replies = generate(engine, drafted, Random(n))
             assert [reply.ids for reply in replies] == expected, n
             verified += engine.verified
-    assert all(sum(verified[n, a] for n in range(a, DEPTHS + 1)) > 3 for a in range(DEPTHS + 1)), verified
+    assert all(sum(verified[n, a] for n in range(a, DEPTHS + 1)) > 1 for a in range(DEPTHS + 1)), verified
 
 
 @pytest.mark.parametrize(
@@ -176,7 +176,7 @@ def test_histories_survive_a_lost_step(models: LocalModels) -> None:
                 models.target.slots.last_step = -1
                 for rules in models.target.rules._slots.values():  # what was kept is worth nothing
                     if rules.counts is not None:
-                        rules.counts += 7
+                        rules.counts = rules.counts + 7
             return run_target(plan)
 
         engine._run_target = lossy
