@@ -15,7 +15,7 @@ import numpy as np
 
 from inkling import errors
 from inkling.errors import AccessError, InklingError, ModelError
-from inkling.protocol import CONTROL, DRAFT_MODEL, DRAFTS, HIDDEN, TARGET_MODEL, TOKENS, control_key
+from inkling.protocol import CONTROL, DRAFT_MODEL, DRAFTS, HIDDEN, LOGPROBS, TARGET_MODEL, TOKENS, control_key
 
 _log = logging.getLogger(__name__)
 
@@ -26,10 +26,18 @@ class BlsTarget:
 
     def step(self, control: np.ndarray) -> tuple[np.ndarray, Any]:
         """-> TOKENS int32 [draws], and the HIDDEN tensor as the server handed it over."""
+        tokens, hidden = self._step(control, [TOKENS, HIDDEN])
+        return tokens.as_numpy(), hidden
+
+    def step_scored(self, control: np.ndarray) -> tuple[np.ndarray, Any, np.ndarray]:
+        """The same, and LOGPROBS int32 [scored, 2 + 2K]."""
+        tokens, hidden, log_probs = self._step(control, [TOKENS, HIDDEN, LOGPROBS])
+        return tokens.as_numpy(), hidden, log_probs.as_numpy()
+
+    def _step(self, control: np.ndarray, outputs: list[str]) -> list[Any]:
         pb_utils = self._pb_utils
-        response = _call(pb_utils, TARGET_MODEL, [pb_utils.Tensor(CONTROL, control)], [TOKENS, HIDDEN])
-        tokens = pb_utils.get_output_tensor_by_name(response, TOKENS).as_numpy()
-        return tokens, pb_utils.get_output_tensor_by_name(response, HIDDEN)
+        response = _call(pb_utils, TARGET_MODEL, [pb_utils.Tensor(CONTROL, control)], outputs)
+        return [pb_utils.get_output_tensor_by_name(response, name) for name in outputs]
 
 
 class BlsDraft:

@@ -20,7 +20,7 @@ from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 from inkling.errors import InklingError
 from inkling.protocol import ENSEMBLE_MODEL
 
-LIST_OUTPUTS = {"output_ids"}  # a list also when one element long
+LIST_OUTPUTS = {"output_ids", "output_log_probs"}  # a list also when one element long
 
 
 class ResponseError(InklingError):

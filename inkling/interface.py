@@ -9,7 +9,6 @@ ranges and names are checked here. Nothing here knows the server, so all of it i
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,8 +17,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from inkling.chat import DEFAULT_EFFORT, chat_format
-from inkling.engine.request import GenerateRequest, SamplingParams, StopRules
+from inkling.engine.request import GenerateRequest, StopRules
 from inkling.errors import RequestError
+from inkling.log_prob_outputs import LogProbOutputs
 from inkling.parameters import (
     FP32,
     INPUTS,
@@ -38,6 +38,7 @@ from inkling.parameters import (
     nearest,
     shown,
 )
+from inkling.sampling_inputs import read_sampling
 from inkling.text import TextAssembler, longest_piece
 
 # name -> (Triton data type, dims); with INPUTS of inkling.parameters, all of spec_ensemble/config.pbtxt.
@@ -51,6 +52,12 @@ OUTPUTS: dict[str, tuple[str, tuple[int, ...]]] = {
     "total_accepted_draft_tokens": (INT32, (1,)),
     "acceptance_rate": (FP32, (1,)),
     "seed": (UINT64, (1,)),
+    "output_log_probs": (FP32, (-1,)),
+    "cum_log_probs": (FP32, (1,)),
+    "top_log_probs": (STRING, (1,)),
+    "logprobs": (STRING, (1,)),
+    "cumulative_logprob": (FP32, (1,)),
+    "prompt_logprobs": (STRING, (1,)),
 }
 PERF_METRICS = ("total_draft_tokens", "total_accepted_draft_tokens", "acceptance_rate")
 ASKED_BY = {
@@ -62,7 +69,6 @@ ASKED_BY = {
 }
 PROMPTS = ("text_input", "input_ids", "messages")
 DEFAULT_MAX_TOKENS = 16
-DRAWN_SEED_BITS = 53  # a drawn seed survives clients that read numbers as doubles
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,8 @@ class ParsedRequest:
     assembler: TextAssembler  # of the answer's text
     stream: bool  # one response a step or more, or exactly one at the end
     prompt_text: str  # stands before the first text; empty unless the client asked for it
-    wanted: frozenset[str]  # optional outputs to send
+    wanted: frozenset[str]  # optional outputs to send, but for log probs
+    log_probs: LogProbOutputs
 
     @property
     def seed(self) -> int:
@@ -118,19 +125,15 @@ def parse_request(
     get = _getter(given)
     prompt_ids, prompt_text = _read_prompt(given, context, echo=not get("exclude_input_in_output", True))
     stop = _read_stop_rules(given, context, len(prompt_ids))
-    sampling = SamplingParams(
-        temperature=get("temperature", 0.0),
-        top_k=max(0, get("top_k", 0)),
-        top_p=get("top_p", 1.0),
-        min_p=get("min_p", 0.0),
-        seed=given["seed"].value if "seed" in given else secrets.randbits(DRAWN_SEED_BITS),
-    )
+    log_probs = LogProbOutputs.of(given, context.tokenizer)
     request = GenerateRequest(
         prompt_ids=prompt_ids,
-        sampling=sampling,
+        sampling=read_sampling(given, stop, context),
         stop=stop,
         num_draft_tokens=_read_num_drafts(given, context),
         timeout_us=_sooner(get("timeout_ms", 0) * 1000, timeout_us),
+        log_probs=log_probs.log_probs,
+        prompt_log_probs=log_probs.prompt_log_probs,
     )
     skip_special_tokens = get("skip_special_tokens", True)
     is_filtered = "messages" in given and skip_special_tokens
@@ -145,7 +148,7 @@ def parse_request(
     wanted = {output for flag, outputs in ASKED_BY.items() if get(flag, False) for output in outputs}
     if "input_ids" in given:
         wanted.add("output_ids")
-    return ParsedRequest(request, assembler, get("stream", False), prompt_text, frozenset(wanted))
+    return ParsedRequest(request, assembler, get("stream", False), prompt_text, frozenset(wanted), log_probs)
 
 
 def check_request_parameters(parameters: Mapping[str, object]) -> None:

@@ -23,17 +23,18 @@ import numpy as np
 from inkling.errors import RequestError
 
 INT32_MAX = 2**31 - 1
-MAX_WORDS = 64  # stop words of one request
-MAX_WORD_BYTES = 256  # of one stop word, in UTF-8
+MAX_WORDS = 64  # stop words of one request, and bad words
+MAX_WORD_BYTES = 256  # of one word, in UTF-8
 MAX_IDS = 256  # stop ids of one request
 MAX_ELEMENTS = 4096  # of any list, before a tighter bound of its own
 MAX_PROMPT_IDS = 1 << 20  # before the deployment's own context
 MAX_JSON_BYTES = 1 << 16  # of sampling_parameters
+MAX_LOG_PROBS = 20  # likeliest tokens at one position
+MAX_BIASES = 1024  # ids of one request's logit_bias
 
 INT32, UINT64, FP32, BOOL, STRING = "TYPE_INT32", "TYPE_UINT64", "TYPE_FP32", "TYPE_BOOL", "TYPE_STRING"
-ANY_JSON = (
-    ""  # a key of sampling_parameters that is checked elsewhere, or only compared with its neutral values
-)
+ANY_JSON = ""  # a key of sampling_parameters that is checked elsewhere
+BIAS = "logit_bias"  # a JSON object {id: bias}, read as a tuple of (id, bias) in ascending order of ids
 NUMPY_TYPES = {INT32: np.int32, UINT64: np.uint64, FP32: np.float32, BOOL: np.bool_, STRING: np.object_}
 
 Value = bool | int | float | str | tuple[str, ...] | tuple[int, ...] | object
@@ -73,6 +74,11 @@ FIELDS = (
     Field("top_k", INT32, low=-1, absent="off, as 0 and -1"),
     Field("top_p", FP32, low=0, high=1, above=True, absent="off, as 1"),
     Field("min_p", FP32, low=0, high=1, absent="off, as 0"),
+    Field("repetition_penalty", FP32, low=0.01, high=100, absent="off, as 1"),
+    Field("presence_penalty", FP32, low=-2, high=2, absent="off, as 0"),
+    Field("frequency_penalty", FP32, low=-2, high=2, absent="off, as 0"),
+    Field("logit_bias", BIAS, low=-100, high=100, absent="none", tensor=False),
+    Field("bad_words", STRING, (-1,), absent="none"),
     Field("seed", UINT64, high=2**64 - 1, absent="drawn and returned", also=("random_seed",)),
     # where the answer ends
     Field("max_tokens", INT32, low=1, absent="16"),
@@ -92,19 +98,14 @@ FIELDS = (
     _flag("return_num_output_tokens", sampling=False),
     _flag("return_output_ids", sampling=False),
     _flag("return_perf_metrics", sampling=False),
+    _flag("return_log_probs", sampling=False),
+    Field("num_top_log_probs", INT32, high=MAX_LOG_PROBS, absent="none, as 0", sampling=False),
+    _flag("return_logprobs", sampling=False),
+    _flag("return_cumulative_logprob", sampling=False),
+    Field("logprobs", INT32, high=MAX_LOG_PROBS, absent="none", tensor=False),
+    Field("prompt_logprobs", INT32, high=MAX_LOG_PROBS, absent="none", tensor=False),
     # features to come: neutral values only
-    Field("repetition_penalty", FP32, neutral=(1.0,)),
-    Field("presence_penalty", FP32, neutral=(0.0,)),
-    Field("frequency_penalty", FP32, neutral=(0.0,)),
-    Field("bad_words", STRING, (-1,), neutral=((),)),
     Field("priority", INT32, sampling=False, neutral=(0,)),
-    _flag("return_log_probs", sampling=False, neutral=(False,)),
-    Field("num_top_log_probs", INT32, sampling=False, neutral=(0,)),
-    _flag("return_logprobs", sampling=False, neutral=(False,)),
-    _flag("return_cumulative_logprob", sampling=False, neutral=(False,)),
-    Field("logit_bias", ANY_JSON, tensor=False, neutral=({},)),
-    Field("logprobs", ANY_JSON, tensor=False, neutral=(None, False)),
-    Field("prompt_logprobs", ANY_JSON, tensor=False, neutral=(None,)),
     # chat, with messages
     Field("reasoning_effort", ANY_JSON, tensor=False),  # checked with them
     # one answer a request, by sampling
@@ -156,7 +157,9 @@ def from_json(key: str, value: object) -> Value:
     if value is None:
         return None
     if field.type == ANY_JSON:
-        return _check(field, name, value)
+        return value
+    if field.type == BIAS:
+        return _read_bias(field, name, value)
     if field.type == STRING:
         return _check_words(field, name, _strings(name, value))
     if field.dims == (-1,):
@@ -237,14 +240,14 @@ def _check(field: Field, name: str, value: Value) -> Value:
             only = json.dumps(field.neutral[0])
             raise RequestError(f"{name} is {shown(value)}; this version takes only {only}: leave it out")
         return value
-    if field.type in (INT32, UINT64, FP32):
+    if field.type in (INT32, UINT64, FP32, BIAS):
         inside = field.low < value <= field.high if field.above else field.low <= value <= field.high
         if not inside:  # NaN too
-            kind = "a finite number" if field.type == FP32 else "an integer"
+            kind = "an integer" if field.type in (INT32, UINT64) else "a finite number"
             raise RequestError(
                 f"{name} is {shown(value)}; it must be {kind} in {field.range} (absent: {field.absent})"
             )
-    if field.type == FP32:  # JSON doubles become what a tensor would have carried
+    if field.type in (FP32, BIAS):  # JSON doubles become what a tensor would have carried
         rounded = float(np.float32(value))
         if field.above and rounded <= field.low:
             raise RequestError(
@@ -272,6 +275,22 @@ def _check_words(field: Field, name: str, words: tuple[str, ...]) -> tuple[str, 
             rule = f"a word must have 1 to {MAX_WORD_BYTES} bytes"
             raise RequestError(f"{name}[{index}] is {shown(word)}, {size} bytes; {rule}")
     return words
+
+
+def _read_bias(field: Field, name: str, value: object) -> tuple[tuple[int, float], ...]:
+    if not isinstance(value, dict) or not all(re.fullmatch(r"\d{1,10}", key, re.ASCII) for key in value):
+        raise RequestError(
+            f'{name} is {shown(value)}; it must be an object of token ids and biases, {{"17": -1.5}}'
+        )
+    if len(value) > MAX_BIASES:
+        raise RequestError(f"{name} has {len(value)} ids; at most {MAX_BIASES} are allowed")
+    pairs = []
+    for key, item in value.items():
+        member = f"{name}[{key}]"
+        pairs.append((int(key), _check(field, member, _number(field, member, item))))
+    if len({token for token, _ in pairs}) < len(pairs):
+        raise RequestError(f"{name} is {shown(value)}; it names an id twice, once with leading zeros")
+    return tuple(sorted(pairs))
 
 
 def _decode(name: str, element: bytes | str) -> str:
@@ -307,7 +326,7 @@ def _boolean(name: str, value: object) -> bool:
 
 def _number(field: Field, name: str, value: object) -> int | float:
     """A JSON number, or a string that holds one. A bool is not a number."""
-    integer = field.type != FP32
+    integer = field.type in (INT32, UINT64)
     kind = "an integer" if integer else "a number"
     if isinstance(value, str):
         pattern = r"[+-]?\d+" if integer else r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?"

@@ -4,11 +4,15 @@ A step is one call to the target, then one to the draft, for the whole running b
 one INT32 vector (a further CPU tensor costs about 30 us a call); floats and seeds are bit-cast. The engine owns
 ids, pages and the schedule; target and draft own the caches and, per slot, what an ``opens`` record told them.
 
-    target:  CONTROL (TargetStep)          -> TOKENS [draws], HIDDEN [T, H]
+    target:  CONTROL (TargetStep)          -> TOKENS [draws], HIDDEN [T, H], LOGPROBS [scored, 2 + 2K] if asked for
     draft:   CONTROL (DraftStep), HIDDEN   -> DRAFTS [sum of num_drafts over segments]
 
 HIDDEN holds the post-final-norm states of the target's rows, in the compute dtype, bit-cast to INT32, so that one
 hand-written config.pbtxt serves fp32 and bf16.
+
+LOGPROBS has one row for each draw of a slot with ``log_probs``, in the order of TOKENS, then one for each record of
+``scores``: log prob of the token (fp32 bits), its rank, the K likeliest ids, their log probs (bits). K is the most
+that a row of the step wants.
 """
 
 from __future__ import annotations
@@ -21,12 +25,17 @@ import numpy as np
 from inkling.errors import ProtocolError
 
 CONTROL, TOKENS, HIDDEN, DRAFTS = "CONTROL", "TOKENS", "HIDDEN", "DRAFTS"
+LOGPROBS = "LOGPROBS"
 TARGET_MODEL, DRAFT_MODEL, ENSEMBLE_MODEL = "inkling_target", "inkling_mtp", "spec_ensemble"
 
 # tensor name -> (Triton data type, dims); a test holds each config.pbtxt equal to these.
 TARGET_TENSORS = (
     {CONTROL: ("TYPE_INT32", (-1,))},
-    {TOKENS: ("TYPE_INT32", (-1,)), HIDDEN: ("TYPE_INT32", (-1, -1))},
+    {
+        TOKENS: ("TYPE_INT32", (-1,)),
+        HIDDEN: ("TYPE_INT32", (-1, -1)),
+        LOGPROBS: ("TYPE_INT32", (-1, -1)),
+    },
 )
 DRAFT_TENSORS = (
     {CONTROL: ("TYPE_INT32", (-1,)), HIDDEN: ("TYPE_INT32", (-1, -1))},
@@ -70,22 +79,31 @@ class SlotOptions:
     min_p: float = 0.0
     seed: int = 0  # 64 bits
     min_position: int = 0  # ids listed in ``masks`` may not be drawn for a position below this one
+    repetition_penalty: float = 1.0  # 1: off. Penalties, bias and bad words shape the target's rows only
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    prompt_length: int = 0  # ids from this position on are output
+    log_probs: int = 0  # of drawn tokens. 0: none; n: the token's and the n - 1 likeliest
+    prompt_log_probs: int = 0  # the same of ``scores``
 
     def words(self) -> list[int]:
-        floats = np.array([self.temperature, self.top_p, self.min_p], np.float32).view(np.int32)
+        floats = [self.temperature, self.top_p, self.min_p]
+        floats += [self.repetition_penalty, self.presence_penalty, self.frequency_penalty]
+        bits = np.array(floats, np.float32).view(np.int32)
         seed = np.array([self.seed & (2**64 - 1)], np.uint64).view(np.int32)
-        return [self.slot, self.num_depths, floats[0], self.top_k, floats[1], floats[2], seed[0], seed[1],
-                self.min_position]  # fmt: skip
+        return [self.slot, self.num_depths, bits[0], self.top_k, bits[1], bits[2], seed[0], seed[1],
+                self.min_position, *bits[3:], self.prompt_length, self.log_probs, self.prompt_log_probs]  # fmt: skip
 
     @classmethod
     def from_words(cls, words: np.ndarray) -> SlotOptions:
-        temperature, top_p, min_p = words[[2, 4, 5]].copy().view(np.float32)
+        temperature, top_p, min_p, *penalties = words[[2, 4, 5, 9, 10, 11]].copy().view(np.float32).tolist()
         seed = int(words[6:8].copy().view(np.uint64)[0])
-        return cls(int(words[0]), int(words[1]), float(temperature), int(words[3]), float(top_p), float(min_p),
-                   seed, int(words[8]))  # fmt: skip
+        min_position, *lengths = words[[8, 12, 13, 14]].tolist()
+        return cls(int(words[0]), int(words[1]), temperature, int(words[3]), top_p, min_p,
+                   seed, min_position, *penalties, *lengths)  # fmt: skip
 
 
-OPEN_WIDTH = 9
+OPEN_WIDTH = 15
 
 
 @dataclass
@@ -106,10 +124,19 @@ class Step:
 @dataclass
 class TargetStep(Step):
     """``segments``: (slot, first position, rows, draws). A segment's rows are consecutive positions of one
-    sequence; tokens are drawn for its last ``draws`` rows, in row order, for the position after each."""
+    sequence; tokens are drawn for its last ``draws`` rows, in row order, for the position after each. The ids of
+    the last ``draws - 1`` rows are drafts; all others are committed.
+
+    ``bias``, ``bad_words`` and ``history`` come with the ``opens`` record of a slot. ``history`` holds the ids of
+    the positions that the slot's next segment leaves out, from position 0 on, for slots that need their history.
+    """
 
     segments: np.ndarray = table(4)
     ids: np.ndarray = vector()  # [T] input ids, segments one after another
+    bias: np.ndarray = table(3)  # (slot, token id, fp32 bits), added to the logit
+    bad_words: np.ndarray = table(3)  # (slot, word, token id), the ids of a word in order
+    history: np.ndarray = table(2)  # (slot, token id)
+    scores: np.ndarray = table(2)  # (row, token id): log probs wanted of this id after this row
 
 
 @dataclass

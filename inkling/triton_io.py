@@ -14,7 +14,10 @@ import numpy as np
 from inkling.engine.outbox import Chunk
 from inkling.errors import InklingError, RequestError
 from inkling.interface import OUTPUTS, InterfaceContext, ParsedRequest, parse_request
+from inkling.log_prob_outputs import LogProbOutputs
 from inkling.parameters import NUMPY_TYPES
+
+NO_LOG_PROBS = LogProbOutputs()
 
 
 def read_request(request: Any, context: InterfaceContext) -> ParsedRequest:
@@ -42,6 +45,7 @@ class TritonReply:
         self._pb_utils = pb_utils
         self._sender = sender  # the request's response sender
         self._wanted = parsed.wanted
+        self._log_probs = parsed.log_probs
         self._seed = parsed.seed
         self._unsent_prompt = parsed.prompt_text
 
@@ -51,7 +55,7 @@ class TritonReply:
         if chunk.error is not None:
             send_error(pb_utils, self._sender, chunk.error)
             return
-        outputs = response_outputs(chunk, self._wanted, self._seed, self._unsent_prompt)
+        outputs = response_outputs(chunk, self._wanted, self._seed, self._unsent_prompt, self._log_probs)
         response = pb_utils.InferenceResponse(
             [pb_utils.Tensor(name, array) for name, array in outputs.items()]
         )
@@ -63,7 +67,11 @@ class TritonReply:
 
 
 def response_outputs(
-    chunk: Chunk, wanted: frozenset[str], seed: int, prompt_text: str = ""
+    chunk: Chunk,
+    wanted: frozenset[str],
+    seed: int,
+    prompt_text: str = "",
+    log_probs: LogProbOutputs = NO_LOG_PROBS,
 ) -> dict[str, np.ndarray]:
     """Output name -> tensor, as ``interface.OUTPUTS`` declares them. Token counts are of this response."""
     drafts, accepted = chunk.total_draft_tokens, chunk.total_accepted_draft_tokens
@@ -78,6 +86,7 @@ def response_outputs(
     }
     values = {"text_output": [(prompt_text + chunk.text).encode()]}
     values |= {name: value for name, value in optional.items() if name in wanted}
+    values |= log_probs.values(chunk)
     if chunk.final:
         values["seed"] = [seed]
     return {name: np.array(value, NUMPY_TYPES[OUTPUTS[name][0]]) for name, value in values.items()}

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from inkling.errors import RequestError
 from inkling.interface import ASKED_BY, OUTPUTS, InterfaceContext, parse_request
+from inkling.log_prob_outputs import LOG_PROBS_ASKED_BY
 from inkling.parameters import FIELDS, INPUTS, KEYS, NUMPY_TYPES, STRING
 
 EOS = 255
@@ -103,14 +104,14 @@ def test_null_means_not_given_and_neutral_values_pass():
     sampling = {key: None for key in KEYS}
     assert parse(sampling=sampling, seed=1).request == parse(seed=1).request
     neutral = {f.name: f.neutral[-1] for f in FIELDS if f.sampling and f.neutral}
-    assert len(neutral) == 13
+    assert len(neutral) == 6
     assert parse(sampling=neutral, seed=1).request == parse(seed=1).request
     tensors = {
         f.name: list(f.neutral[0]) if f.dims == (-1,) else f.neutral[0]
         for f in FIELDS
         if f.tensor and f.neutral
     }
-    assert len(tensors) == 9
+    assert len(tensors) == 1
     assert parse(**tensors, seed=1).request == parse(seed=1).request
 
 
@@ -278,7 +279,7 @@ def test_names_in_the_wrong_place_say_where_they_belong():
         ('{"\\ud800": 1}', ["unknown key", "ud800"]),
         ('{"n": 2}', ["n is 2", "only 1"]),
         ('{"n": true}', ["n is True", "an integer"]),
-        ('{"logprobs": 0}', ["logprobs is 0", "only null"]),
+        ('{"logprobs": 21}', ["logprobs is 21", "[0, 20]"]),
         ('{"top_p": 1e-60}', ["top_p is 1e-60", "FP32"]),
     ],
 )  # fmt: skip
@@ -356,10 +357,10 @@ def test_flags_ask_for_outputs():
         assert parse(**{flag: True}).wanted == set(outputs)
         assert parse(**{flag: False}).wanted == frozenset()
     assert parse(text_input=None, input_ids=[1]).wanted == {"output_ids"}
-    assert {name for outputs in ASKED_BY.values() for name in outputs} == set(OUTPUTS) - {
-        "text_output",
-        "seed",
+    optional = {
+        name for asked in (ASKED_BY, LOG_PROBS_ASKED_BY) for outputs in asked.values() for name in outputs
     }
+    assert optional == set(OUTPUTS) - {"text_output", "seed"}
 
 
 def test_the_prompt_stands_before_the_answer_on_request():
@@ -375,8 +376,7 @@ def test_a_drawn_seed_is_drawn_anew():
 
 def test_eos_and_stop_ids_have_no_text():
     text = parse(text_input=None, input_ids=[1], stop_token_ids=[40], ignore_eos=True).assembler
-    for token_id in (41, 40, EOS, 42):
-        text.append(token_id)
+    assert not any([text.append(token_id) for token_id in (41, 40, EOS, 42)])
     assert text.finish() == CONTEXT.tokenizer.decode([41, 42])
 
 

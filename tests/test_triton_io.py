@@ -7,20 +7,41 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from inkling.engine.log_probs import TokenLogProb
 from inkling.engine.outbox import Chunk
 from inkling.errors import CancelledError, InklingError, QueueFullError
 from inkling.interface import ASKED_BY, OUTPUTS
+from inkling.log_prob_outputs import LOG_PROBS_ASKED_BY, LogProbOutputs
 from inkling.parameters import NUMPY_TYPES
 from inkling.triton_io import TritonReply, response_outputs
 
 ALL = frozenset(name for outputs in ASKED_BY.values() for name in outputs)
+LOG_PROBS = LogProbOutputs(
+    None,
+    frozenset(name for outputs in LOG_PROBS_ASKED_BY.values() for name in outputs),
+    num_top=1,
+    num_logprobs=2,
+    num_prompt_logprobs=1,
+)
 CHUNK = Chunk(
-    [7, 8], "hé", "stop", final=True, num_input_tokens=5, total_draft_tokens=8, total_accepted_draft_tokens=6
+    [7, 8],
+    "hé",
+    "stop",
+    final=True,
+    num_input_tokens=5,
+    total_draft_tokens=8,
+    total_accepted_draft_tokens=6,
+    log_probs=[
+        TokenLogProb(7, -0.5, 1, ((7, -0.5), (9, -1.0))),
+        TokenLogProb(8, -4.0, 30, ((2, -0.25), (3, -2.0))),
+    ],
+    cum_log_prob=-4.5,
+    prompt_log_probs=[TokenLogProb(3, -3.0, 2, ((4, -0.125),))],
 )
 
 
 def test_outputs_have_the_declared_types_and_shapes():
-    outputs = response_outputs(CHUNK, ALL, seed=2**64 - 1)
+    outputs = response_outputs(CHUNK, ALL, seed=2**64 - 1, log_probs=LOG_PROBS)
     assert set(outputs) == set(OUTPUTS)
     for name, array in outputs.items():
         declared, dims = OUTPUTS[name]
@@ -36,7 +57,31 @@ def test_outputs_have_the_declared_types_and_shapes():
         "total_accepted_draft_tokens": [6],
         "acceptance_rate": [0.75],
         "seed": [2**64 - 1],
+        "output_log_probs": [-0.5, -4.0],
+        "cum_log_probs": [-4.5],
+        "cumulative_logprob": [-4.5],
+        "top_log_probs": [b'[{"7": -0.5}, {"2": -0.25}]'],
+        "logprobs": [
+            b'[{"7": {"logprob": -0.5, "rank": 1, "decoded_token": null}, '
+            b'"9": {"logprob": -1.0, "rank": 2, "decoded_token": null}}, '
+            b'{"8": {"logprob": -4.0, "rank": 30, "decoded_token": null}, '
+            b'"2": {"logprob": -0.25, "rank": 1, "decoded_token": null}, '
+            b'"3": {"logprob": -2.0, "rank": 2, "decoded_token": null}}]'
+        ],
+        "prompt_logprobs": [
+            b'[null, {"3": {"logprob": -3.0, "rank": 2, "decoded_token": null}, '
+            b'"4": {"logprob": -0.125, "rank": 1, "decoded_token": null}}]'
+        ],
     }
+
+
+def test_log_probs_are_of_the_response_and_the_prompts_come_once():
+    later = Chunk([7], "h", log_probs=[TokenLogProb(7, -0.5, 1)], cum_log_prob=-9.0)
+    outputs = response_outputs(later, frozenset(), 1, log_probs=LOG_PROBS)
+    assert "prompt_logprobs" not in outputs
+    assert outputs["output_log_probs"].tolist() == [-0.5] and outputs["cum_log_probs"].tolist() == [-9.0]
+    without = LogProbOutputs(None, frozenset({"logprobs"}))
+    assert response_outputs(later, frozenset(), 1, log_probs=without)["logprobs"].tolist() == [b"null"]
 
 
 def test_only_what_was_asked_for_is_sent_and_the_seed_comes_last():
@@ -74,7 +119,7 @@ def reply():
     sender = SimpleNamespace(
         send=lambda response, flags: sent.append((response, flags)), is_cancelled=lambda: True
     )
-    parsed = SimpleNamespace(wanted=frozenset(), seed=3, prompt_text="prompt ")
+    parsed = SimpleNamespace(wanted=frozenset(), log_probs=LogProbOutputs(), seed=3, prompt_text="prompt ")
     return SimpleNamespace(reply=TritonReply(pb_utils, sender, parsed), sent=sent)
 
 

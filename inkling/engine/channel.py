@@ -36,10 +36,9 @@ class Channel:
     opened again in one message.
     """
 
-    def __init__(self, kind: type[TargetStep] | type[DraftStep], session: Session, masks: bool):
+    def __init__(self, kind: type[TargetStep] | type[DraftStep], session: Session):
         self._kind = kind
         self._session = session
-        self._masks = masks  # only the target applies them
         self.reset()
 
     def reset(self) -> None:
@@ -67,10 +66,11 @@ class Channel:
         ids: list[int],
         pages: list[int],
         call: Callable[[np.ndarray], Result],
+        **sections: np.ndarray,
     ) -> Result:
         """Sends one step; ``pages``: the words of its page records. After a StepGapError every open slot is
-        opened again, with all its pages, and the step is sent once more; a second gap is raised, like any
-        other error."""
+        opened again, with all its pages and history, and the step is sent once more; a second gap is raised,
+        like any other error."""
         message = self._kind(
             self._session.generation,
             step,
@@ -80,6 +80,7 @@ class Channel:
             segments=segments,
             ids=np.array(ids, np.int32),
             **self._opens(self._opening.values()),
+            **sections,
         )
         self._open.update(self._opening)
         try:
@@ -93,14 +94,38 @@ class Channel:
         return result
 
     def _opens(self, sequences: Iterable[Sequence]) -> dict[str, np.ndarray]:
-        opens: list[int] = []
+        sequences = list(sequences)
+        opens = [word for sequence in sequences for word in sequence.slot_options().words()]
+        sections = {"opens": records(opens, OPEN_WIDTH)}
+        return sections | self._rules(sequences) if self._kind is TargetStep else sections
+
+    @staticmethod
+    def _rules(sequences: list[Sequence]) -> dict[str, np.ndarray]:
+        """What shapes the target's logits beyond the options."""
         masks: list[int] = []
+        bias: list[tuple[int, int, float]] = []
+        bad_words: list[int] = []
+        history: list[int] = []
         for sequence in sequences:
-            opens += sequence.slot_options().words()
-            if self._masks:
-                for token in sequence.masked_ids():
-                    masks += (sequence.slot, token)
-        return {"opens": records(opens, OPEN_WIDTH), "masks": records(masks, 2)}
+            slot, sampling = sequence.slot, sequence.request.sampling
+            for token in sequence.masked_ids():
+                masks += (slot, token)
+            bias += [(slot, *pair) for pair in sampling.logit_bias]
+            for index, word in enumerate(sampling.bad_words):
+                for token in word:
+                    bad_words += (slot, index, token)
+            for token in sequence.history():
+                history += (slot, token)
+        bits = np.array([value for *_, value in bias], np.float32).view(np.int32)
+        words = [
+            word for (slot, token, _), value in zip(bias, bits, strict=True) for word in (slot, token, value)
+        ]
+        return {
+            "masks": records(masks, 2),
+            "bias": records(words, 3),
+            "bad_words": records(bad_words, 3),
+            "history": records(history, 2),
+        }
 
     def _reopening(self, message: TargetStep | DraftStep) -> TargetStep | DraftStep:
         fresh = {(slot, kind, index) for slot, kind, index, _, _ in message.pages.tolist()}

@@ -10,11 +10,13 @@ import logging
 import math
 import threading
 import time
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import numpy as np
 
 from inkling.engine.channel import Channel, Session, records
+from inkling.engine.log_probs import TokenLogProb, take_log_probs
 from inkling.engine.outbox import Assembler, Outbox, Reply, Sender
 from inkling.engine.pages import CacheLayout
 from inkling.engine.request import GenerateRequest
@@ -33,6 +35,10 @@ STOPPED = "the server stopped before the answer was complete"
 class TargetClient(Protocol):
     def step(self, control: np.ndarray) -> tuple[np.ndarray, Any]:
         """CONTROL (TargetStep) -> TOKENS int32 [draws] and the hidden states [T, H], opaque to the loop."""
+        ...
+
+    def step_scored(self, control: np.ndarray) -> tuple[np.ndarray, Any, np.ndarray]:
+        """The same, and LOGPROBS. Called in place of ``step`` when a request of the step wants log probs."""
         ...
 
 
@@ -69,8 +75,8 @@ class Engine:
         self.scheduler = Scheduler(limits, layout)
         self.sender = Sender(self._wake)
         self._target, self._draft = target, draft
-        self._to_target = Channel(TargetStep, session, masks=True)
-        self._to_draft = Channel(DraftStep, session, masks=False)
+        self._to_target = Channel(TargetStep, session)
+        self._to_draft = Channel(DraftStep, session)
         self._step = 0
         self._changed = threading.Condition()  # guards the queue and the fields below
         self._open: set[Sequence] = set()  # requests whose final chunk the sender does not have
@@ -179,8 +185,9 @@ class Engine:
             self._retire()
             self._admit()
             if plan := self.scheduler.plan():
-                tokens, hidden = self._run_target(plan)
+                tokens, hidden, scores = self._run_target(plan)
                 self._verify(plan, tokens)
+                take_log_probs(plan, scores)
                 self._commit(plan)
                 self._reply(plan)
                 self._run_draft(plan, hidden)
@@ -220,27 +227,33 @@ class Engine:
             if sequence.num_depths:
                 self._to_draft.open(sequence)
 
-    def _run_target(self, plan: list[Segment]) -> tuple[list[int], Any]:
+    def _run_target(self, plan: list[Segment]) -> tuple[list[int], Any, np.ndarray | None]:
         self._step = self._step % MAX_STEP + 1
         segments: list[int] = []
         ids: list[int] = []
         pages: list[int] = []
+        scores: list[int] = []
         num_draws = 0
+        wants_log_probs = False
         for segment in plan:
             sequence, first, rows = segment.sequence, segment.first, segment.rows
             sequence.target_pages.cover(first, first + rows, sequence.slot, pages)
             segments += (sequence.slot, first, rows, segment.draws)
+            for position in sequence.unscored(first, rows):
+                scores += (len(ids) + position - first, sequence.ids[position + 1])
+            wants_log_probs |= bool(segment.draws and sequence.request.log_probs)
             ids += sequence.ids[first : first + rows]
             ids += sequence.drafts[: segment.num_drafts]
             num_draws += segment.draws
-        tokens, hidden = self._to_target.exchange(
-            self._step, records(segments, 4), ids, pages, self._target.step
+        step = self._target.step_scored if scores or wants_log_probs else self._target.step
+        tokens, hidden, *log_probs = self._to_target.exchange(
+            self._step, records(segments, 4), ids, pages, step, scores=records(scores, 2)
         )
         if tokens.size != num_draws:
             raise ModelError(
                 f"the target drew {tokens.size} tokens in step {self._step}; {num_draws} were asked for"
             )
-        return tokens.tolist(), hidden
+        return tokens.tolist(), hidden, log_probs[0] if log_probs else None
 
     def _verify(self, plan: list[Segment], tokens: list[int]) -> None:
         start = 0
@@ -264,6 +277,7 @@ class Engine:
                 _log.exception("a request's text could not be assembled; it ends")
                 self._end(sequence, InklingError(f"the text could not be assembled: {error!r}"))
                 continue
+            segment.log_probs = segment.log_probs[: len(segment.emitted)]
             sequence.total_draft_tokens += segment.num_drafts
             sequence.total_accepted_draft_tokens += min(segment.accepted, len(segment.emitted))
             if sequence.finish_reason:
@@ -311,13 +325,13 @@ class Engine:
         for segment in plan:
             sequence = segment.sequence
             if segment.emitted:
-                self._push(sequence, segment.emitted)
+                self._push(sequence, segment.emitted, segment.log_probs)
             if sequence.phase is Phase.FINISHED or (segment.emitted and sequence.outbox.stream):
                 ready.append(sequence)
         if ready:
             self._post(ready)
 
-    def _push(self, sequence: Sequence, emitted: list[int]) -> None:
+    def _push(self, sequence: Sequence, emitted: list[int], log_probs: Iterable[TokenLogProb] = ()) -> None:
         """Puts an increment into the outbox, with the text that may be released."""
         text, finish_reason = "", sequence.finish_reason
         if sequence.assembler is not None and (finish_reason or sequence.outbox.stream):
@@ -327,8 +341,17 @@ class Engine:
                 _log.exception("a request's text could not be assembled; it ends")
                 self._end(sequence, InklingError(f"the text could not be assembled: {error!r}"))
                 return
+        sequence.cum_log_prob = sum((scored.log_prob for scored in log_probs), sequence.cum_log_prob)
+        is_first = len(emitted) == sequence.num_emitted > 0
         sequence.outbox.push(
-            emitted, text, finish_reason, sequence.total_draft_tokens, sequence.total_accepted_draft_tokens
+            emitted,
+            text,
+            finish_reason,
+            sequence.total_draft_tokens,
+            sequence.total_accepted_draft_tokens,
+            log_probs,
+            sequence.cum_log_prob,
+            sequence.prompt_log_probs if is_first and sequence.request.prompt_log_probs else None,
         )
 
     def _post(self, sequences: list[Sequence]) -> None:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from inkling.engine.log_probs import TokenLogProb
 from inkling.errors import InklingError
 
 _log = logging.getLogger(__name__)
@@ -35,6 +36,11 @@ class Chunk:
     num_input_tokens: int = 0
     total_draft_tokens: int = 0  # verified so far
     total_accepted_draft_tokens: int = 0  # accepted and emitted so far
+    log_probs: list[TokenLogProb] = field(default_factory=list)  # of ``ids``, where asked for
+    cum_log_prob: float = 0.0  # of all tokens so far
+    prompt_log_probs: list[TokenLogProb] | None = (
+        None  # from the second prompt token on; once, where asked for
+    )
 
 
 class Reply(Protocol):
@@ -81,6 +87,9 @@ class Outbox:
         finish_reason: str,
         total_draft_tokens: int,
         total_accepted_draft_tokens: int,
+        log_probs: Iterable[TokenLogProb] = (),
+        cum_log_prob: float = 0.0,
+        prompt_log_probs: list[TokenLogProb] | None = None,
     ) -> None:
         """Adds an increment; a finish reason makes it the last. Nothing is taken after that."""
         with self._lock:
@@ -90,6 +99,10 @@ class Outbox:
             chunk.ids += ids
             if text:
                 self._text.append(text)
+            chunk.log_probs += log_probs
+            chunk.cum_log_prob = cum_log_prob
+            if prompt_log_probs is not None:
+                chunk.prompt_log_probs = prompt_log_probs
             chunk.finish_reason = finish_reason
             chunk.total_draft_tokens = total_draft_tokens
             chunk.total_accepted_draft_tokens = total_accepted_draft_tokens
@@ -115,6 +128,7 @@ class Outbox:
                 num_input_tokens=chunk.num_input_tokens,
                 total_draft_tokens=chunk.total_draft_tokens,
                 total_accepted_draft_tokens=chunk.total_accepted_draft_tokens,
+                cum_log_prob=chunk.cum_log_prob,
             )
             return chunk
 

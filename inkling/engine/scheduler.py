@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from inkling.engine.draft_window import DraftWindow
+from inkling.engine.log_probs import TokenLogProb
 from inkling.engine.pages import CacheLayout, Model, PageAllocator, worst_case_pages
 from inkling.engine.sequence import Phase, Sequence
 from inkling.errors import QueueFullError, RequestError
@@ -58,6 +59,7 @@ class Segment:
     accepted: int = 0
     tokens: list[int] = field(default_factory=list)  # drawn, up to the first that follows a fallen draft
     emitted: list[int] = field(default_factory=list)  # of those, up to the cut
+    log_probs: list[TokenLogProb] = field(default_factory=list)  # of ``tokens``, where the request wants them
 
     @property
     def num_drafts(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 from inkling.engine.draft_window import DraftWindow
+from inkling.engine.log_probs import TokenLogProb
 from inkling.engine.outbox import Assembler, Outbox
 from inkling.engine.pages import SequencePages
 from inkling.engine.request import GenerateRequest
@@ -49,6 +50,10 @@ class Sequence:
         self.window: DraftWindow | None = None
         self.target_pages: SequencePages | None = None
         self.draft_pages: SequencePages | None = None
+        self.cum_log_prob = 0.0  # of the emitted tokens
+        self.prompt_log_probs: list[
+            TokenLogProb
+        ] = []  # of the prompt's tokens from the second on, as computed
         self.total_draft_tokens = 0  # drafts the target has verified
         self.total_accepted_draft_tokens = 0  # of those, accepted and emitted
 
@@ -79,8 +84,24 @@ class Sequence:
             sampling.top_p,
             sampling.min_p,
             sampling.seed,
-            min_position=self.num_prompt_tokens + self.request.stop.min_tokens,
+            self.num_prompt_tokens + self.request.stop.min_tokens,
+            sampling.repetition_penalty,
+            sampling.presence_penalty,
+            sampling.frequency_penalty,
+            self.num_prompt_tokens,
+            self.request.log_probs,
+            self.request.prompt_log_probs,
         )
+
+    def history(self) -> list[int]:
+        """Ids that the target will not meet as rows and whose history it needs."""
+        return self.ids[: self.num_computed] if self.request.sampling.needs_history else []
+
+    def unscored(self, first: int, rows: int) -> range:
+        """Of the target rows [first, first + rows), positions after which a prompt token's log prob is missing."""
+        if not self.request.prompt_log_probs:
+            return range(0)
+        return range(max(first, len(self.prompt_log_probs)), min(first + rows, self.num_prompt_tokens - 1))
 
     def masked_ids(self) -> frozenset[int]:
         """Ids that may not be drawn for a position below ``min_position``."""

@@ -15,8 +15,10 @@ from torch import Tensor
 from inkling.model.batch import Pass, PassShape, build_pass
 from inkling.model.cache import PagedCache
 from inkling.model.mtp import MtpModel
+from inkling.model.scoring import ROWS_AT_ONCE, score, widened
 from inkling.model.slots import Slots
 from inkling.model.target import TargetModel
+from inkling.model.token_rules import TokenRules
 from inkling.protocol import DraftStep, Kind, TargetStep, ring_rows, unpack
 from kernels.rows import find_row_quantum, padded_rows, set_row_quantum
 
@@ -52,26 +54,58 @@ class TargetRunner:
         self.slots = Slots(
             num_slots, _positions_per_slot(max_context, num_draft_tokens), page_size, generation
         )
+        self.rules = TokenRules(model.weights.head.shape[0])
 
-    @torch.inference_mode()
     def step(self, control: np.ndarray) -> tuple[np.ndarray, Tensor]:
         """CONTROL (TargetStep) -> drawn tokens int32 [draws], hidden states [T, H]."""
+        return self.step_scored(control)[:2]
+
+    @torch.inference_mode()
+    def step_scored(self, control: np.ndarray) -> tuple[np.ndarray, Tensor, np.ndarray]:
+        """The same, and LOGPROBS int32 [scored, 2 + 2K]."""
         message = unpack(TargetStep, control)
         self.slots.begin(message, self.cache)
+        self.rules.begin(message)
+        self.rules.advance(message)
         slots, firsts, counts, draws = message.segments.T.astype(np.int64)
         batch = build_pass(slots, firsts, counts, self.slots.tables, self.shape)
         ids = torch.zeros(padded_rows(batch.num_rows), dtype=torch.int64)
         ids[: batch.num_rows] = torch.from_numpy(message.ids.astype(np.int64))
         hidden = self.model.hidden(ids, self.cache, batch)
-        return self._draw(hidden, batch, slots, counts, draws).astype(np.int32), hidden[: batch.num_rows]
-
-    def _draw(self, hidden: Tensor, batch: Pass, slots, counts, draws: np.ndarray) -> np.ndarray:
         segment = np.repeat(np.arange(len(slots)), counts)
         rows = np.flatnonzero(np.arange(batch.num_rows) >= (batch.starts[1:] - draws)[segment])
+        tokens, drawn_scores = self._draw(hidden, rows, slots[segment[rows]], batch.positions[rows] + 1)
+        row, ids = message.scores.T.astype(np.int64)
+        prompt_scores = self._score_prompt(hidden, row, ids, slots[segment[row]])
+        width = max((table.shape[1] for table in (drawn_scores, prompt_scores)), default=2)
+        scores = np.concatenate([widened(table, (width - 2) // 2) for table in (drawn_scores, prompt_scores)])
+        return tokens.astype(np.int32), hidden[: batch.num_rows], scores
+
+    def _draw(
+        self, hidden: Tensor, rows: np.ndarray, slots: np.ndarray, positions: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens int64 [n] drawn after ``rows``, and the scores of those whose slot wants them."""
         if not len(rows):
-            return np.empty(0, np.int64)
+            return np.empty(0, np.int64), np.empty((0, 2), np.int32)
         logits = self.model.logits(hidden, torch.from_numpy(rows))
-        return self.slots.draw(logits, slots[segment[rows]], batch.positions[rows] + 1, masked=True)
+        tokens = self.slots.draw(self.rules.shape(logits, slots, positions), slots, positions)
+        wanted = self.slots.log_probs[slots]
+        scored = np.flatnonzero(wanted)
+        if not len(scored):
+            return tokens, np.empty((0, 2), np.int32)
+        raw = logits[torch.from_numpy(scored)]
+        return tokens, score(raw, tokens[scored], int(wanted.max()) - 1)
+
+    def _score_prompt(
+        self, hidden: Tensor, rows: np.ndarray, ids: np.ndarray, slots: np.ndarray
+    ) -> np.ndarray:
+        num_top = int(self.slots.prompt_log_probs[slots].max(initial=1)) - 1
+        parts = [np.empty((0, 2 + 2 * num_top), np.int32)]
+        for start in range(0, len(rows), ROWS_AT_ONCE):
+            part = slice(start, start + ROWS_AT_ONCE)
+            logits = self.model.logits(hidden, torch.from_numpy(rows[part]))
+            parts.append(widened(score(logits, ids[part], num_top), num_top))
+        return np.concatenate(parts)
 
     def check_row_invariance(self, max_rows: int) -> int:
         """Finds and sets the row quantum for this model, machine and thread count; RuntimeError when none holds."""
@@ -145,9 +179,7 @@ class DraftRunner:
         drawing = windows.drawing(k)
         if len(drawing):
             logits = self.model.logits(out, torch.from_numpy(batch.starts[1:][drawing] - 1))
-            tokens = self.slots.draw(
-                logits, windows.slots[drawing], windows.end[drawing] + k + 1, masked=False
-            )
+            tokens = self.slots.draw(logits, windows.slots[drawing], windows.end[drawing] + k + 1)
             windows.add_drafts(k, drawing, tokens)
         return out[: batch.num_rows]
 

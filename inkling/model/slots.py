@@ -26,8 +26,8 @@ class Slots:
         self.top_p = np.ones(num_slots, np.float32)
         self.min_p = np.zeros(num_slots, np.float32)
         self.seed = np.zeros(num_slots, np.uint64)
-        self.min_position = np.zeros(num_slots, np.int64)
-        self.masks: dict[int, np.ndarray] = {}  # slot -> ids that may not be drawn below min_position
+        self.log_probs = np.zeros(num_slots, np.int64)
+        self.prompt_log_probs = np.zeros(num_slots, np.int64)
 
     def begin(self, message: Step, cache: PagedCache) -> None:
         """Applies a step's bookkeeping. Raises GenerationError or StepGapError and changes nothing then."""
@@ -40,14 +40,8 @@ class Slots:
             raise StepGapError(
                 f"step {message.step} follows {message.previous_step}, the last one here was {self.last_step}"
             )
-        if message.previous_step == 0:
-            self.masks.clear()
-        for slot in message.closes.tolist():
-            self.masks.pop(slot, None)
         for words in message.opens:
             self._open(SlotOptions.from_words(words))
-        for slot in np.unique(message.masks[:, 0]).tolist():
-            self.masks[slot] = message.masks[message.masks[:, 0] == slot, 1].astype(np.int64)
         for kind, fresh in self.tables.assign(message.pages).items():
             if len(fresh):
                 cache.zero(kind, torch.from_numpy(fresh))
@@ -56,19 +50,17 @@ class Slots:
     def _open(self, options: SlotOptions) -> None:
         slot = options.slot
         self.tables.clear(slot)
-        self.masks.pop(slot, None)
         self.temperature[slot], self.top_k[slot] = options.temperature, options.top_k
         self.top_p[slot], self.min_p[slot] = options.top_p, options.min_p
-        self.seed[slot], self.min_position[slot] = options.seed, options.min_position
+        self.seed[slot] = options.seed
+        self.log_probs[slot], self.prompt_log_probs[slot] = options.log_probs, options.prompt_log_probs
 
-    def draw(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray, *, masked: bool) -> np.ndarray:
+    def draw(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Tokens int64 [n] for ``positions`` [n] of ``slots`` [n] from fp32 ``logits`` [n, V'].
 
-        Target and draft call this one function; only the target applies the masks (``masked``), which is exact:
-        a draft that draws a masked token is not accepted.
+        Target and draft call this one function; only the target shapes its logits before (``TokenRules``), which
+        is exact: a draft that draws what the shaped logits would not is not accepted.
         """
-        if masked and self.masks:
-            self._mask(logits, slots, positions)
         if not self.temperature[slots].any():
             return greedy_reference(logits).numpy()
         rows = SamplingRows(
@@ -80,9 +72,3 @@ class Slots:
             position=torch.from_numpy(positions.astype(np.int64)),
         )
         return sample(logits, rows).numpy()
-
-    def _mask(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray) -> None:
-        for row in np.flatnonzero(positions < self.min_position[slots]).tolist():
-            ids = self.masks.get(int(slots[row]))
-            if ids is not None:
-                logits[row, torch.from_numpy(ids)] = float("-inf")

@@ -14,7 +14,7 @@ from inkling.memory import cache_layout
 from inkling.model.batch import PageTables
 from inkling.model.cache import PagedCache
 from inkling.model.runner import DraftRunner, TargetRunner
-from inkling.protocol import DraftStep, Kind, SlotOptions, TargetStep, pack
+from inkling.protocol import OPEN_WIDTH, DraftStep, Kind, SlotOptions, TargetStep, pack
 from tests.in_process import GENERATION, SESSION, LocalModels
 
 SMALL_PAGES = {Kind.FULL: 16, Kind.LOCAL: 16, Kind.CONV: 4}  # positions; short sequences cross many borders
@@ -96,7 +96,7 @@ class Steps:
             GENERATION,
             last + 1,
             last,
-            opens=np.array(self._opens, np.int32).reshape(-1, 9),
+            opens=np.array(self._opens, np.int32).reshape(-1, OPEN_WIDTH),
             pages=pages,
             segments=np.array(segments, np.int32),
             ids=np.array(ids, np.int32),

@@ -88,11 +88,9 @@ class ChosenDrafts(DraftRunner):
         self.owners = {sequence.slot: sequence for sequence in self.scheduler.running}
         return super().step(control, hidden)
 
-    def _chosen(
-        self, logits: Tensor, slots: np.ndarray, positions: np.ndarray, *, masked: bool
-    ) -> np.ndarray:
+    def _chosen(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray) -> np.ndarray:
         self.drawn = {}
-        tokens = self.draw(logits, slots, positions, masked=masked)
+        tokens = self.draw(logits, slots, positions)
         for slot, position, token in zip(slots.tolist(), positions.tolist(), tokens.tolist(), strict=True):
             self.drawn[slot] = token
             self.chosen[slot, position] = self.choose(self.owners[slot], position, token)

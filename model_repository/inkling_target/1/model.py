@@ -8,7 +8,7 @@ import triton_python_backend_utils as pb_utils
 from inkling.bls import answer, check_key
 from inkling.deployment import Deployment
 from inkling.model.load import load_target_runner
-from inkling.protocol import CONTROL, HIDDEN, TARGET_MODEL, TOKENS
+from inkling.protocol import CONTROL, HIDDEN, LOGPROBS, TARGET_MODEL, TOKENS
 from inkling.run_folder import RunFolder, TargetRecord
 from inkling.settings import Settings
 
@@ -36,11 +36,14 @@ class TritonPythonModel:
     def _step(self, request) -> list:
         control = pb_utils.get_input_tensor_by_name(request, CONTROL).as_numpy()
         check_key(TARGET_MODEL, control, self._key)
-        tokens, hidden = self._runner.step(control)
-        return [
+        tokens, hidden, log_probs = self._runner.step_scored(control)
+        outputs = [
             pb_utils.Tensor(TOKENS, tokens),
             pb_utils.Tensor.from_dlpack(HIDDEN, hidden.view(torch.int32)),
         ]
+        if LOGPROBS in request.requested_output_names():
+            outputs.append(pb_utils.Tensor(LOGPROBS, log_probs))
+        return outputs
 
 
 def _report(line: str) -> None:
