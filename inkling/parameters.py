@@ -156,10 +156,10 @@ def from_json(key: str, value: object) -> Value:
         raise RequestError(f"{SAMPLING_PARAMETERS} has the unknown key {shown(key)}{hint}")
     if value is None:
         return None
-    if field.type == ANY_JSON:
-        return value
     if field.type == BIAS:
         return _read_bias(field, name, value)
+    if field.type == ANY_JSON:
+        return value
     if field.type == STRING:
         return _check_words(field, name, _strings(name, value))
     if field.dims == (-1,):

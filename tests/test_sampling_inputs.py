@@ -101,6 +101,7 @@ def test_bounds_hold_for_inputs_and_sampling_parameters(name, inside, outside):
 @pytest.mark.parametrize(
     "text, words",
     [
+        ('{"logprobs": 21}', ["logprobs is 21", "[0, 20]"]),
         ('{"logprobs": true}', ["logprobs is True", "an integer"]),
         ('{"prompt_logprobs": -1}', ["prompt_logprobs is -1", "[0, 20]"]),
         ('{"logit_bias": [1]}', ["logit_bias is [1]", "an object of token ids"]),
