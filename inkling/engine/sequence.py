@@ -74,6 +74,14 @@ class Sequence:
         """Drafts that a next step could verify: each may be emitted, and one token always follows them."""
         return max(0, min(self.num_depths, self.max_tokens - self.num_emitted - 1))
 
+    def shrink(self, num_depths: int) -> None:
+        """Gives up all depths but the first ``num_depths``, for good."""
+        self.num_depths = num_depths
+        if num_depths == 0:
+            self.window = None
+        else:
+            self.window.shrink(num_depths)
+
     def slot_options(self) -> SlotOptions:
         sampling = self.request.sampling
         return SlotOptions(
