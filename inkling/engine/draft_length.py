@@ -13,6 +13,7 @@ purse, into which EXPLORATION of the time flows.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -25,14 +26,15 @@ from inkling.protocol import ring_rows
 if TYPE_CHECKING:
     from inkling.engine.scheduler import Segment
 
-EXPLORATION = 0.015  # of the time, for what is not the best known choice
+EXPLORATION = 0.01  # of the time, for what is not the best known choice
 PURSE_STEPS = 30.0  # the most it holds, in steps
-FIRST_STEPS = 8.0  # what it holds at first, in steps
-REVIEW_STEPS = 8  # steps between two looks at all lengths, and between two trials
-GRACE_STEPS = 64  # no depth is given up before so many steps
-MEMORY = 128  # verifications of a depth that count (for one sequence; a few steps' worth for more)
-FADE = 1 / 512  # of a depth's evidence, per step: old evidence gives way to new
+FIRST_STEPS = 4.0  # what it holds at first, in steps
+REVIEW_STEPS, TRIAL_STEPS = 8, 32  # steps between two looks at all lengths; between two trials of a neighbour
+SURE_TRIES, SURE_STEPS = 64, 64  # no depth is given up before so many verifications of it, or so many steps
+MEMORY = 256  # verifications of a depth that count (for one sequence; a few steps' worth for more)
+FADE = 1 / 256  # of a depth's evidence, per step: old evidence gives way to new
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.6, 1.0
+DOUBT, MIN_VARIANCE = 1.0, 0.05
 SWITCH_GAIN = 1.01  # another length must be so much better
 MAX_PROMPT_SHARE = 0.25  # calls with a larger share of prompt rows say little about decoding
 
@@ -89,6 +91,7 @@ class AutoDraftLength(DraftLength):
         self.max_depths = num_depths
         self.costs = StepCosts(num_depths)
         self.best = num_depths  # the best length, were every sequence to have that many depths
+        self.hope = num_depths  # a longer one that may be better for all that is known; else the best
         self._clock = clock
         self._tried = [0.0] * num_depths  # evidence on each depth: verifications, of which
         self._stood = [0.0] * num_depths  # ... so many stood
@@ -125,10 +128,16 @@ class AutoDraftLength(DraftLength):
     def verified(self, num_drafts: int, num_accepted: int) -> None:
         self._counts[num_drafts, num_accepted] += 1
 
-    def acceptance(self, depth: int) -> float:
-        """a_k: the share of depth ``depth``'s drafts that stand once those before them stood."""
-        prior = PRIOR_ACCEPTANCE * PRIOR_WEIGHT
-        return (self._stood[depth] + prior) / (self._tried[depth] + PRIOR_WEIGHT)
+    def acceptance(self, depth: int, doubt: float = 0.0) -> float:
+        """a_k: the share of depth ``depth``'s drafts that stand once those before them stood.
+
+        ``doubt``: standard errors to add (of a share, with a floor on its variance).
+        """
+        tried = self._tried[depth] + PRIOR_WEIGHT
+        share = (self._stood[depth] + PRIOR_ACCEPTANCE * PRIOR_WEIGHT) / tried
+        if not doubt:
+            return share
+        return min(1.0, share + doubt * math.sqrt((share * (1 - share) + MIN_VARIANCE) / tried))
 
     def _learn(self, num_sequences: int) -> None:
         tried, stood = [0] * self.max_depths, [0] * self.max_depths
@@ -151,7 +160,7 @@ class AutoDraftLength(DraftLength):
             self._earn(self._seconds(load, 0, 0, 0))
             return
         self._steps += 1
-        rounds = 2 * (self.max_depths + 1)
+        rounds = self.max_depths + 1
         if self._steps <= rounds or not self.costs.target:
             self.num_drafts = min(load.depths, self.max_depths - (self._steps - 1) % (self.max_depths + 1))
             return
@@ -163,40 +172,50 @@ class AutoDraftLength(DraftLength):
         self._spend(load)
 
     def prompt_depths(self, num_depths: int, rows: int) -> int:
-        if self._purse is None or num_depths <= self.best or self._steps < GRACE_STEPS:
+        if self._purse is None or num_depths <= self.best or not self._is_sure(self.best):
             return num_depths
-        extra = self.costs.draft(num_depths, rows) - self.costs.draft(self.best, rows)
-        if self._purse < extra + 2 * self._step_s:  # what the spare depths are for must be affordable too
+        depths = min(self.hope, num_depths)
+        extra = self.costs.draft(depths, rows) - self.costs.draft(self.best, rows)
+        if depths <= self.best or self._purse < extra + self._step_s:  # trials of them must be affordable too
             return self.best
         self._purse -= max(0.0, extra)
-        return num_depths
+        return depths
+
+    def _is_sure(self, num_depths: int) -> bool:
+        """Whether enough was seen of the depths from ``num_depths`` on to give them up."""
+        return self._steps >= SURE_STEPS or self._tried[num_depths] >= SURE_TRIES
 
     def _review(self, load: Load) -> None:
         longest = max(0, load.max_rows // (load.drafting + load.plain) - 1)
         longest = min(self.max_depths, longest)
         everyone = replace(load, drafting=load.drafting + load.plain, plain=0)
-        self.best = _better(self.best, self._rates_of(everyone, longest))
+        rates = self._rates_of(everyone, longest)
+        self.best = self.hope = _better(self.best, rates)
+        bold = self._rates_of(everyone, longest, DOUBT)
+        if max(bold[self.best :]) > SWITCH_GAIN * rates[self.best]:
+            self.hope = max(range(self.best, len(bold)), key=bold.__getitem__)
         self._rates = self._rates_of(load, min(load.depths, longest))
         self._length = _better(self._length, self._rates)
         self._step_s = self._tokens(load, self._length) / self._rates[self._length]
         if self._purse is None:
             self._purse = FIRST_STEPS * self._step_s
 
-    def _rates_of(self, load: Load, longest: int) -> list[float]:
+    def _rates_of(self, load: Load, longest: int, doubt: float = 0.0) -> list[float]:
         """Tokens per second of each length, with no more depths than it needs."""
         return [
-            self._tokens(load, n) / self._seconds(load, n, n, load.drafting * n) for n in range(longest + 1)
+            self._tokens(load, n, doubt) / self._seconds(load, n, n, load.drafting * n)
+            for n in range(longest + 1)
         ]
 
     def _earn(self, step_s: float) -> None:
         if self._purse is not None:
             self._purse = min(self._purse + EXPLORATION * step_s, PURSE_STEPS * step_s)
 
-    def _tokens(self, load: Load, num_drafts: int) -> float:
-        """Expected tokens of a step."""
+    def _tokens(self, load: Load, num_drafts: int, doubt: float = 0.0) -> float:
+        """Expected tokens of a step; with ``doubt``, were acceptance so many standard errors higher."""
         stands, each = 1.0, 1.0
         for k in range(num_drafts):
-            stands *= self.acceptance(k)
+            stands *= self.acceptance(k, doubt)
             each += stands
         return load.plain + load.drafting * each
 
@@ -217,22 +236,27 @@ class AutoDraftLength(DraftLength):
         length = self._length
         self._earn(self._step_s)
         self.num_drafts, self.num_depths = length, self.max_depths
+        if (longer := min(load.depths, self.hope, len(self._rates) - 1)) > length and self._try(load, longer):
+            return
         if self._steps >= self._next_trial:
-            self._next_trial = self._steps + REVIEW_STEPS
+            self._next_trial = self._steps + TRIAL_STEPS
             self._trial += 1
             other = (load.depths, length + 1, length - 1, 0)[self._trial % 4]
-            if 0 <= other <= min(load.depths, len(self._rates) - 1) and other != length:
-                loss = self._loss(load, other)
-                if loss <= self._purse:
-                    self._purse -= loss
-                    self.num_drafts = other
-                    return
-        if load.depths > length:
-            loss = self._loss(load, length)
-            if loss <= self._purse:
-                self._purse -= loss
-            elif self._steps >= GRACE_STEPS:
-                self.num_depths = length
+            if 0 <= other < len(self._rates) and other != length and self._try(load, other):
+                return
+        if load.depths > length and not self._afford(self._loss(load, length)) and self._is_sure(length):
+            self.num_depths = length
+
+    def _try(self, load: Load, num_drafts: int) -> bool:
+        if affordable := self._afford(self._loss(load, num_drafts)):
+            self.num_drafts = num_drafts
+        return affordable
+
+    def _afford(self, seconds: float) -> bool:
+        """Whether the purse has them; they are taken out."""
+        if affordable := seconds <= self._purse:
+            self._purse -= seconds
+        return affordable
 
 
 def _better(current: int, rates: list[float]) -> int:

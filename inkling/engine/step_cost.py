@@ -28,7 +28,8 @@ class CostTable:
         return bool(self._cells)
 
     def add(self, rows: float, seconds: float) -> None:
-        key = round(CELLS_PER_OCTAVE * math.log2(max(1.0, rows)))
+        rows = max(1.0, rows)
+        key = round(CELLS_PER_OCTAVE * math.log2(rows))
         cell = self._cells.setdefault(key, deque(maxlen=KEPT_TIMES))
         cell.append((seconds, rows))
         seconds, rows = median_low(cell)
