@@ -17,7 +17,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from inkling.engine.step_cost import StepCosts
@@ -30,7 +30,7 @@ EXPLORATION = 0.01  # of the time, for what is not the best known choice
 PURSE_STEPS = 30.0  # the most it holds, in steps
 FIRST_STEPS = 4.0  # what it holds at first, in steps
 REVIEW_STEPS, TRIAL_STEPS = 8, 32  # steps between two looks at all lengths; between two trials of a neighbour
-SURE_TRIES, SURE_STEPS = 64, 64  # no depth is given up before so many verifications of it, or so many steps
+SURE_TRIES, SURE_STEPS = 32, 40  # no depth is given up before so many verifications of it, or so many steps
 MEMORY = 256  # verifications of a depth that count (for one sequence; a few steps' worth for more)
 FADE = 1 / 256  # of a depth's evidence, per step: old evidence gives way to new
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.6, 1.0
@@ -44,12 +44,20 @@ class Load:
     """The sequences that the next step will decode."""
 
     max_rows: int  # of a target call
-    drafting: int = 0  # sequences with depths
-    plain: int = 0  # sequences without
+    plain: int = 0  # sequences that draft nothing
+    drafting: Counter[int] = field(default_factory=Counter)  # most drafts -> sequences that may draft so many
     prompt_rows: int = 0  # of the step just run; the next has about as many
     entries: int = 0  # that wait in the windows, over all sequences
     depths: int = 0  # the most that a sequence keeps
     is_ring_short: bool = False  # a window must run all its depths
+
+    @property
+    def num_drafting(self) -> int:
+        return self.drafting.total()
+
+    def drafts(self, num_drafts: int) -> int:
+        """Of a step in which each sequence drafts ``num_drafts`` or the most that it may."""
+        return sum(count * min(most, num_drafts) for most, count in self.drafting.items())
 
 
 class DraftLength:
@@ -155,16 +163,16 @@ class AutoDraftLength(DraftLength):
     # What follows from it.
 
     def choose(self, load: Load) -> None:
-        self._learn(load.drafting)
+        self._learn(load.num_drafting)
         if not load.drafting:
             self._earn(self._seconds(load, 0, 0, 0))
             return
         self._steps += 1
-        rounds = self.max_depths + 1
+        rounds = 2 * (self.max_depths + 1)
         if self._steps <= rounds or not self.costs.target:
             self.num_drafts = min(load.depths, self.max_depths - (self._steps - 1) % (self.max_depths + 1))
             return
-        shape = (load.drafting, load.plain, load.depths)
+        shape = (load.num_drafting, load.plain, load.depths)
         since, last_shape = self._reviewed
         if self._steps - since >= REVIEW_STEPS or shape != last_shape:
             self._review(load)
@@ -186,9 +194,9 @@ class AutoDraftLength(DraftLength):
         return self._steps >= SURE_STEPS or self._tried[num_depths] >= SURE_TRIES
 
     def _review(self, load: Load) -> None:
-        longest = max(0, load.max_rows // (load.drafting + load.plain) - 1)
-        longest = min(self.max_depths, longest)
-        everyone = replace(load, drafting=load.drafting + load.plain, plain=0)
+        count = load.num_drafting + load.plain
+        longest = max(0, min(self.max_depths, load.max_rows // count - 1))
+        everyone = replace(load, drafting=Counter({self.max_depths: count}), plain=0)
         rates = self._rates_of(everyone, longest)
         self.best = self.hope = _better(self.best, rates)
         bold = self._rates_of(everyone, longest, DOUBT)
@@ -196,32 +204,38 @@ class AutoDraftLength(DraftLength):
             self.hope = max(range(self.best, len(bold)), key=bold.__getitem__)
         self._rates = self._rates_of(load, min(load.depths, longest))
         self._length = _better(self._length, self._rates)
-        self._step_s = self._tokens(load, self._length) / self._rates[self._length]
+        self._step_s = self._seconds(load, self._length, self._length, load.drafts(self._length))
         if self._purse is None:
             self._purse = FIRST_STEPS * self._step_s
 
     def _rates_of(self, load: Load, longest: int, doubt: float = 0.0) -> list[float]:
         """Tokens per second of each length, with no more depths than it needs."""
+        each = self._each(longest, doubt)
         return [
-            self._tokens(load, n, doubt) / self._seconds(load, n, n, load.drafting * n)
+            self._tokens(load, n, each) / self._seconds(load, n, n, load.drafts(n))
             for n in range(longest + 1)
         ]
+
+    def _each(self, num_drafts: int, doubt: float = 0.0) -> list[float]:
+        """Tokens of one sequence that drafts 0, 1, .. ``num_drafts``."""
+        stands, each = 1.0, [1.0]
+        for k in range(num_drafts):
+            stands *= self.acceptance(k, doubt)
+            each.append(each[-1] + stands)
+        return each
 
     def _earn(self, step_s: float) -> None:
         if self._purse is not None:
             self._purse = min(self._purse + EXPLORATION * step_s, PURSE_STEPS * step_s)
 
-    def _tokens(self, load: Load, num_drafts: int, doubt: float = 0.0) -> float:
-        """Expected tokens of a step; with ``doubt``, were acceptance so many standard errors higher."""
-        stands, each = 1.0, 1.0
-        for k in range(num_drafts):
-            stands *= self.acceptance(k, doubt)
-            each += stands
-        return load.plain + load.drafting * each
+    @staticmethod
+    def _tokens(load: Load, num_drafts: int, each: list[float]) -> float:
+        """Expected tokens of a step."""
+        return load.plain + sum(count * each[min(most, num_drafts)] for most, count in load.drafting.items())
 
     def _seconds(self, load: Load, num_drafts: int, depths: int, entries: int) -> float:
         """Of a step with ``entries`` rows in each of ``depths`` depths; 0 entries: no call to the draft."""
-        rows = load.plain + load.drafting * (num_drafts + 1) + load.prompt_rows
+        rows = load.plain + load.num_drafting + load.drafts(num_drafts) + load.prompt_rows
         draft = self.costs.draft(depths, entries) if entries else 0.0
         return max(1e-9, self.costs.target.at(rows) + draft + self.costs.rest)
 
@@ -229,7 +243,8 @@ class AutoDraftLength(DraftLength):
         """Seconds by which a step of ``num_drafts``, with the windows as they are, is worse than the best."""
         depths = load.depths if load.is_ring_short else num_drafts
         seconds = self._seconds(load, num_drafts, depths, max(1, load.entries))
-        return max(0.0, seconds - self._tokens(load, num_drafts) / self._rates[self._length])
+        tokens = self._tokens(load, num_drafts, self._each(num_drafts))
+        return max(0.0, seconds - tokens / self._rates[self._length])
 
     def _spend(self, load: Load) -> None:
         """Tries another length, keeps spare depths, or neither, as the purse allows."""
@@ -284,17 +299,19 @@ def choose_lengths(lengths: DraftLength, plan: list[Segment], max_rows: int) -> 
             continue
         if sequence.window is None:
             continue
-        if segment.draws <= 1 and segment.rows > 1:  # a prompt chunk, the last one also decodes next
+        is_prompt = segment.draws <= 1 and segment.rows > 1  # with its last chunk a sequence decodes next
+        if is_prompt:
             kept = lengths.prompt_depths(sequence.window.num_depths, segment.rows)
             if kept < sequence.window.num_depths:
                 sequence.shrink(kept)
         if sequence.num_uncomputed > 1 or sequence.window is None:
+            load.plain += sequence.num_uncomputed == 1
             continue
         depths, waiting = sequence.window.num_depths, sequence.num_computed - sequence.window.final
-        load.drafting += 1
-        load.entries += waiting
+        load.drafting[sequence.max_drafts] += 1
         load.depths = max(load.depths, depths)
-        load.is_ring_short |= waiting + depths + 1 > ring_rows(depths)
+        load.entries += depths if is_prompt else waiting
+        load.is_ring_short |= not is_prompt and waiting + depths + 1 > ring_rows(depths)
         drafting.append(sequence)
     lengths.choose(load)
     for sequence in drafting:

@@ -20,7 +20,9 @@ class CostTable:
 
     def __init__(self) -> None:
         self._cells: dict[int, deque[tuple[float, float]]] = {}  # the last (seconds, rows) of about one size
-        self._points: dict[int, tuple[float, float]] = {}  # cell -> (rows, seconds) of its median
+        self._points: dict[
+            int, tuple[float, float, bool]
+        ] = {}  # cell -> rows, seconds, whether of several times
         self._rows: list[float] = []
         self._seconds: list[float] = []
 
@@ -33,10 +35,19 @@ class CostTable:
         cell = self._cells.setdefault(key, deque(maxlen=KEPT_TIMES))
         cell.append((seconds, rows))
         seconds, rows = median_low(cell)
-        self._points[key] = (rows, seconds)
-        points = sorted(self._points.values())
-        self._rows = [r for r, _ in points]
-        self._seconds = [s for _, s in points]
+        if self._points.get(key) != (rows, seconds, len(cell) > 1):
+            self._points[key] = (rows, seconds, len(cell) > 1)
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        """A single time counts only where nothing better is known; fewer rows never cost more than many."""
+        solid = [rows for rows, _, is_solid in self._points.values() if is_solid]
+        low, high = (min(solid), max(solid)) if solid else (math.inf, -math.inf)
+        points = sorted(p for p in self._points.values() if p[2] or not low < p[0] < high)
+        self._rows = [rows for rows, _, _ in points]
+        self._seconds = [seconds for _, seconds, _ in points]
+        for i in range(len(points) - 2, -1, -1):
+            self._seconds[i] = min(self._seconds[i : i + 2])
 
     def at(self, rows: float) -> float:
         """Seconds of a call with ``rows`` rows; 0 when none was ever seen."""
