@@ -25,6 +25,7 @@ from inkling.protocol import ring_rows
 
 if TYPE_CHECKING:
     from inkling.engine.scheduler import Segment
+    from inkling.engine.sequence import Sequence
 
 EXPLORATION = 0.01  # of the time, for what is not the best known choice
 PURSE_STEPS = 30.0  # the most it holds, in steps
@@ -33,7 +34,7 @@ REVIEW_STEPS, TRIAL_STEPS = 8, 32  # steps between two looks at all lengths; bet
 SURE_TRIES, SURE_STEPS = 32, 40  # no depth is given up before so many verifications of it, or so many steps
 MEMORY = 256  # verifications of a depth that count (for one sequence; a few steps' worth for more)
 FADE = 1 / 256  # of a depth's evidence, per step: old evidence gives way to new
-PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.6, 1.0
+PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.3, 1.0
 DOUBT, MIN_VARIANCE = 1.0, 0.05
 SWITCH_GAIN = 1.01  # another length must be so much better
 MAX_PROMPT_SHARE = 0.25  # calls with a larger share of prompt rows say little about decoding
@@ -46,6 +47,7 @@ class Load:
     max_rows: int  # of a target call
     plain: int = 0  # sequences that draft nothing
     drafting: Counter[int] = field(default_factory=Counter)  # most drafts -> sequences that may draft so many
+    asked: Counter[int] = field(default_factory=Counter)  # the same, had nobody given up depths; also of ``plain``
     prompt_rows: int = 0  # of the step just run; the next has about as many
     entries: int = 0  # that wait in the windows, over all sequences
     depths: int = 0  # the most that a sequence keeps
@@ -107,6 +109,7 @@ class AutoDraftLength(DraftLength):
         self._started = self._step_started = 0.0
         self._called_s = 0.0  # seconds of both calls since ``_step_started``
         self._steps = 0  # choices so far
+        self._first_lengths = 2 * list(range(num_depths + 1))  # at first all are tried twice, the longest first
         self._next_trial = self._trial = 0
         self._reviewed: tuple[int, tuple[int, int, int]] = (-REVIEW_STEPS, (0, 0, 0))
         self._rates: list[float] = []  # tokens per second by length, of the sequences as they are
@@ -164,13 +167,13 @@ class AutoDraftLength(DraftLength):
 
     def choose(self, load: Load) -> None:
         self._learn(load.num_drafting)
-        if not load.drafting:
-            self._earn(self._seconds(load, 0, 0, 0))
+        if not load.drafting and not load.plain:
             return
         self._steps += 1
-        rounds = 2 * (self.max_depths + 1)
-        if self._steps <= rounds or not self.costs.target:
-            self.num_drafts = min(load.depths, self.max_depths - (self._steps - 1) % (self.max_depths + 1))
+        if self._first_lengths and load.drafting:
+            self.num_drafts = min(load.depths, self._first_lengths.pop())
+            return
+        if not self.costs.target:
             return
         shape = (load.num_drafting, load.plain, load.depths)
         since, last_shape = self._reviewed
@@ -196,7 +199,7 @@ class AutoDraftLength(DraftLength):
     def _review(self, load: Load) -> None:
         count = load.num_drafting + load.plain
         longest = max(0, min(self.max_depths, load.max_rows // count - 1))
-        everyone = replace(load, drafting=Counter({self.max_depths: count}), plain=0)
+        everyone = replace(load, drafting=load.asked, plain=0)
         rates = self._rates_of(everyone, longest)
         self.best = self.hope = _better(self.best, rates)
         bold = self._rates_of(everyone, longest, DOUBT)
@@ -224,10 +227,6 @@ class AutoDraftLength(DraftLength):
             each.append(each[-1] + stands)
         return each
 
-    def _earn(self, step_s: float) -> None:
-        if self._purse is not None:
-            self._purse = min(self._purse + EXPLORATION * step_s, PURSE_STEPS * step_s)
-
     @staticmethod
     def _tokens(load: Load, num_drafts: int, each: list[float]) -> float:
         """Expected tokens of a step."""
@@ -249,8 +248,10 @@ class AutoDraftLength(DraftLength):
     def _spend(self, load: Load) -> None:
         """Tries another length, keeps spare depths, or neither, as the purse allows."""
         length = self._length
-        self._earn(self._step_s)
+        self._purse = min(self._purse + EXPLORATION * self._step_s, PURSE_STEPS * self._step_s)
         self.num_drafts, self.num_depths = length, self.max_depths
+        if not load.drafting:
+            return
         if (longer := min(load.depths, self.hope, len(self._rates) - 1)) > length and self._try(load, longer):
             return
         if self._steps >= self._next_trial:
@@ -260,7 +261,8 @@ class AutoDraftLength(DraftLength):
             if 0 <= other < len(self._rates) and other != length and self._try(load, other):
                 return
         if load.depths > length and not self._afford(self._loss(load, length)) and self._is_sure(length):
-            self.num_depths = length
+            # the best of all may only pay once others draft as much, too: newcomers do
+            self.num_depths = max(length, self.best)
 
     def _try(self, load: Load, num_drafts: int) -> bool:
         if affordable := self._afford(self._loss(load, num_drafts)):
@@ -282,19 +284,23 @@ def _better(current: int, rates: list[float]) -> int:
     return best
 
 
-def choose_lengths(lengths: DraftLength, plan: list[Segment], max_rows: int) -> None:
-    """Chooses for the sequences of the step just committed; they give up the depths that are too many."""
+def choose_lengths(lengths: DraftLength, plan: list[Segment], max_rows: int) -> list[Sequence]:
+    """Chooses for the sequences of the step just committed; they give up the depths that are too many.
+
+    Returns those that have none left.
+    """
     if not lengths.is_auto:
-        return
-    load = Load(max_rows)
-    drafting = []
+        return []
+    load, drafting, ended = Load(max_rows), [], []
     for segment in plan:
         sequence = segment.sequence
         if sequence.finish_reason:
             continue
         if sequence.num_uncomputed > 1:  # more prompt
             load.prompt_rows += segment.rows
-        elif sequence.window is None or sequence.max_drafts == 0:
+        else:
+            load.asked[sequence.asked_depths] += 1
+        if sequence.num_uncomputed == 1 and (sequence.window is None or sequence.max_drafts == 0):
             load.plain += 1
             continue
         if sequence.window is None:
@@ -304,6 +310,8 @@ def choose_lengths(lengths: DraftLength, plan: list[Segment], max_rows: int) -> 
             kept = lengths.prompt_depths(sequence.window.num_depths, segment.rows)
             if kept < sequence.window.num_depths:
                 sequence.shrink(kept)
+            if not kept:
+                ended.append(sequence)
         if sequence.num_uncomputed > 1 or sequence.window is None:
             load.plain += sequence.num_uncomputed == 1
             continue
@@ -317,3 +325,6 @@ def choose_lengths(lengths: DraftLength, plan: list[Segment], max_rows: int) -> 
     for sequence in drafting:
         if sequence.window.num_depths > lengths.num_depths:
             sequence.shrink(lengths.num_depths)
+            if not lengths.num_depths:
+                ended.append(sequence)
+    return ended

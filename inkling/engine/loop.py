@@ -298,7 +298,8 @@ class Engine:
         drafting: list[tuple[Sequence, int]] = []
         row = deepest = entries = prompt_entries = 0
         lengths = self.scheduler.lengths
-        choose_lengths(lengths, plan, self.limits.max_tokens_per_step)
+        for sequence in choose_lengths(lengths, plan, self.limits.max_tokens_per_step):
+            self._to_draft.close(sequence)
         for segment in plan:
             sequence, hidden_row = segment.sequence, row
             row += segment.rows

@@ -40,7 +40,7 @@ class Sequence:
         self.max_tokens = max_tokens  # the request's, cut to the context left
         self.deadline = deadline  # monotonic seconds; infinity: none
         # Drafting takes a token before it and one that verifies it: a shorter answer keeps no draft state.
-        self.num_depths = request.num_draft_tokens if max_tokens > 2 else 0
+        self.num_depths = self.asked_depths = request.num_draft_tokens if max_tokens > 2 else 0
         self.phase = Phase.WAITING
         self.finish_reason = ""  # stop | length | timeout
         self.slot = -1

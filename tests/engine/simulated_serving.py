@@ -28,7 +28,7 @@ class SimulatedSequence:
     def __init__(self, num_prompt: int, num_tokens: int, num_depths: int):
         self.end = num_prompt + num_tokens
         self.num_known, self.num_computed = num_prompt, 0
-        self.num_depths = num_depths
+        self.num_depths = self.asked_depths = num_depths
         self.window = DraftWindow(num_depths) if num_depths else None
         self.num_drafts = 0
 
