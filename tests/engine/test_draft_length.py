@@ -33,9 +33,7 @@ ACCEPTANCES = (0.0, 0.3, 0.6, 0.8, 0.95)
 def simulation(costs: str, batch: int, acceptance: Callable[[float], float]) -> Simulation:
     """``acceptance`` of the part of the run that is over, 0 to 1."""
     total = STEPS[batch] * batch
-    return Simulation(
-        COSTS[costs], lambda tokens: acceptance(tokens / total), batch=batch, num_tokens=total
-    )
+    return Simulation(COSTS[costs], lambda tokens: acceptance(tokens / total), batch=batch, num_tokens=total)
 
 
 def share_of_best(simulated: Simulation) -> float:
@@ -58,9 +56,7 @@ def test_auto_is_nearly_as_fast_with_64_sequences(costs: str, acceptance: float)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("costs", "acceptance"), list(product(COSTS, ACCEPTANCES)))
-def test_auto_is_nearly_as_fast_with_64_sequences_at_every_acceptance(
-    costs: str, acceptance: float
-) -> None:
+def test_auto_is_nearly_as_fast_with_64_sequences_at_every_acceptance(costs: str, acceptance: float) -> None:
     assert share_of_best(simulation(costs, 64, lambda _: acceptance)) >= BOUND
 
 
