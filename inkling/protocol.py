@@ -149,7 +149,8 @@ class DraftStep(Step):
     last entry. ``ids`` holds, per segment, the known ids of positions window first + 1 .. up to
     ``num_known``; later positions are taken from the drafts of the same call. Known ids of a segment:
     with ``drafts`` or a last prompt chunk: window end - window first; otherwise
-    window end - window first + D_s - 1 (the depths look ahead of the chunk).
+    window end - window first + depths - 1 (the depths look ahead of the chunk). A sequence may give up its last
+    depths for good: from then on no window runs them.
     """
 
     segments: np.ndarray = table(9)  # the ninth word is the segment's number of known ids

@@ -25,6 +25,7 @@ class Settings:
     device: str = "cpu"  # cpu | cuda
     dtype: str = "auto"  # auto: float32 on the CPU, bfloat16 on CUDA
     num_draft_tokens: int = -1  # N, drafts verified per step; -1: every depth of the checkpoint
+    draft_length: str = "fixed"  # fixed: every step drafts N; auto: the number that gives the most tokens per second
     max_context: int = 0  # positions of one sequence; 0: the checkpoint's limit, at most 4096
     max_running_sequences: int = 16
     max_tokens_per_step: int = 512  # rows of one target call: decodes first, then prompt chunks
@@ -42,6 +43,7 @@ class Settings:
         _check(
             self.dtype in ("auto", "float32", "bfloat16"), "dtype", self.dtype, "auto, float32 or bfloat16"
         )
+        _check(self.draft_length in ("fixed", "auto"), "draft_length", self.draft_length, "fixed or auto")
         _check(self.num_draft_tokens >= -1, "num_draft_tokens", self.num_draft_tokens, "-1 or more")
         _check(self.max_context >= 0, "max_context", self.max_context, "0 or more")
         _check(self.tensor_parallel_size == 1, "tensor_parallel_size", self.tensor_parallel_size, "1 for now")

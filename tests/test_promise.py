@@ -131,3 +131,28 @@ def test_every_configuration_returns_the_tokens_of_the_target_alone(models: Loca
     assert min(runs[i] for i in range(NUM_REQUESTS)) >= 4
     for accepted in range(models.num_depths + 1):
         assert verified[models.num_depths, accepted] >= 50, verified
+
+
+def test_an_automatic_draft_length_returns_the_tokens_of_the_target_alone(models: LocalModels) -> None:
+    """Lengths change by the step and depths are given up, with the model's own depths and with scripted ones."""
+    random = Random(7)
+    requests = random_requests(random, models)[:48]
+    expected = [generate(models.engine(), [request])[0].ids for request in requests]
+    references = References(zip(requests, expected, strict=True))
+    drafted = [replace(request, num_draft_tokens=models.num_depths) for request in requests]
+    for index, probability in enumerate((None, 0.0, 0.5, 0.95)):
+        draft = None
+        if probability is not None:
+            draft = ScriptedDraft(
+                models.deployment.layout,
+                references,
+                vocab_size=models.deployment.config.vocab_size,
+                num_depths=models.num_depths,
+                probability=probability,
+                seed=index,
+                generation=GENERATION,
+            )
+        engine = models.engine(draft, auto_draft_length=True)
+        replies = generate(engine, drafted, Random(index) if index % 2 else None)
+        assert [reply.ids for reply in replies] == expected
+        assert len({num_drafts for num_drafts, _ in engine.verified}) > 1, "one length only"

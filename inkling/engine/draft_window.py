@@ -59,6 +59,10 @@ class DraftWindow:
             return Window(first, num_entries, depths, num_drafts, num_entries - first)
         return Window(first, num_entries, num_drafts, num_drafts, num_entries - first)
 
+    def shrink(self, num_depths: int) -> None:
+        """Keeps the first ``num_depths`` (>= 1) depths only, for good: the others' caches are not kept up."""
+        self.num_depths = min(self.num_depths, num_depths)
+
     def verified(self, num_accepted: int) -> None:
         """``num_accepted``: drafts of the last window that the target confirmed, 0 when none was tried."""
         if self._chained_at is not None:

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from inkling.engine.channel import Channel, Session, records
+from inkling.engine.draft_length import choose_lengths
 from inkling.engine.log_probs import TokenLogProb, take_log_probs
 from inkling.engine.outbox import Assembler, Outbox, Reply, Sender
 from inkling.engine.pages import CacheLayout
@@ -246,9 +247,12 @@ class Engine:
             ids += sequence.drafts[: segment.num_drafts]
             num_draws += segment.draws
         step = self._target.step_scored if scores or wants_log_probs else self._target.step
+        lengths = self.scheduler.lengths
+        lengths.call_starts()
         tokens, hidden, *log_probs = self._to_target.exchange(
             self._step, records(segments, 4), ids, pages, step, scores=records(scores, 2)
         )
+        lengths.target_ran(len(ids), len(ids) - num_draws)
         if tokens.size != num_draws:
             raise ModelError(
                 f"the target drew {tokens.size} tokens in step {self._step}; {num_draws} were asked for"
@@ -256,11 +260,14 @@ class Engine:
         return tokens.tolist(), hidden, log_probs[0] if log_probs else None
 
     def _verify(self, plan: list[Segment], tokens: list[int]) -> None:
+        lengths = self.scheduler.lengths
         start = 0
         for segment in plan:
             if segment.draws:
                 drawn = tokens[start : start + segment.draws]
                 segment.accepted = accepted_prefix(segment.sequence.drafts[: segment.num_drafts], drawn)
+                if segment.draws > 1:
+                    lengths.verified(segment.draws - 1, segment.accepted)
                 segment.tokens = drawn[: segment.accepted + 1]
                 start += segment.draws
 
@@ -289,7 +296,10 @@ class Engine:
         ids: list[int] = []
         pages: list[int] = []
         drafting: list[tuple[Sequence, int]] = []
-        row = 0
+        row = deepest = entries = prompt_entries = 0
+        lengths = self.scheduler.lengths
+        for sequence in choose_lengths(lengths, plan, self.limits.max_tokens_per_step):
+            self._to_draft.close(sequence)
         for segment in plan:
             sequence, hidden_row = segment.sequence, row
             row += segment.rows
@@ -303,13 +313,18 @@ class Engine:
             segments += (sequence.slot, hidden_row, segment.first, sequence.num_computed - segment.first)
             segments += (window.first, window.end, window.depths, window.drafts, window.num_known)
             ids += sequence.ids[window.first + 1 : window.first + 1 + window.num_known]
+            deepest = max(deepest, window.depths)
+            entries += window.depths * (window.end - window.first)
+            prompt_entries += waiting * window.depths * (window.end - window.first)
             drafting.append((sequence, window.drafts))
         if not drafting:
             return
         step = self._draft.step
+        lengths.call_starts()
         drafts = self._to_draft.exchange(
             self._step, records(segments, 9), ids, pages, lambda control: step(control, hidden)
         ).tolist()
+        lengths.draft_ran(deepest, entries, prompt_entries)
         if len(drafts) != sum(n for _, n in drafting):
             raise ModelError(
                 f"the draft returned {len(drafts)} tokens in step {self._step}; "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from inkling.engine.draft_length import AutoDraftLength, DraftLength
 from inkling.engine.draft_window import DraftWindow
 from inkling.engine.log_probs import TokenLogProb
 from inkling.engine.pages import CacheLayout, Model, PageAllocator, worst_case_pages
@@ -21,6 +22,7 @@ class EngineLimits:
     max_queued_requests: int
     num_draft_tokens: int  # N: the most drafts a step verifies; 0: no draft model
     max_prompt_chunk: int = 1 << 30  # rows of one prompt in a step, within max_tokens_per_step
+    auto_draft_length: bool = False  # each step drafts the number that gives the most tokens per second
 
     @classmethod
     def of(cls, settings: Settings, max_context: int, num_draft_tokens: int) -> EngineLimits:
@@ -31,6 +33,7 @@ class EngineLimits:
             settings.max_queued_requests,
             num_draft_tokens,
             settings.max_prompt_chunk or settings.max_tokens_per_step,
+            settings.draft_length == "auto",
         )
 
     def __post_init__(self) -> None:
@@ -77,6 +80,8 @@ class Scheduler:
     def __init__(self, limits: EngineLimits, layout: CacheLayout):
         self.limits = limits
         self.layout = layout
+        kind = AutoDraftLength if limits.auto_draft_length else DraftLength
+        self.lengths = kind(limits.num_draft_tokens)
         self.reset()
 
     def reset(self) -> None:
@@ -165,9 +170,10 @@ class Scheduler:
     def draft_length(self, sequence: Sequence) -> int:
         """How many tokens to draft for ``sequence`` next; any number up to ``sequence.max_drafts`` is exact.
 
-        All, unless a step has no rows to verify them.
+        As many as ``lengths`` chose, unless a step has no rows to verify them.
         """
-        return max(0, min(sequence.max_drafts, self.limits.max_tokens_per_step - len(self.running)))
+        spare = self.limits.max_tokens_per_step - len(self.running)
+        return max(0, min(sequence.max_drafts, self.lengths.num_drafts, spare))
 
     def check_integrity(self) -> None:
         """Raises InklingError when pages, reservations or slots do not add up."""

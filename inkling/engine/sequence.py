@@ -40,7 +40,7 @@ class Sequence:
         self.max_tokens = max_tokens  # the request's, cut to the context left
         self.deadline = deadline  # monotonic seconds; infinity: none
         # Drafting takes a token before it and one that verifies it: a shorter answer keeps no draft state.
-        self.num_depths = request.num_draft_tokens if max_tokens > 2 else 0
+        self.num_depths = self.asked_depths = request.num_draft_tokens if max_tokens > 2 else 0
         self.phase = Phase.WAITING
         self.finish_reason = ""  # stop | length | timeout
         self.slot = -1
@@ -73,6 +73,14 @@ class Sequence:
     def max_drafts(self) -> int:
         """Drafts that a next step could verify: each may be emitted, and one token always follows them."""
         return max(0, min(self.num_depths, self.max_tokens - self.num_emitted - 1))
+
+    def shrink(self, num_depths: int) -> None:
+        """Gives up all depths but the first ``num_depths``, for good."""
+        self.num_depths = num_depths
+        if num_depths == 0:
+            self.window = None
+        else:
+            self.window.shrink(num_depths)
 
     def slot_options(self) -> SlotOptions:
         sampling = self.request.sampling

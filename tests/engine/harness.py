@@ -127,9 +127,10 @@ class Bench:
         target_failures: dict[int, tuple[str, Exception]] | None = None,
         draft_failures: dict[int, tuple[str, Exception]] | None = None,
         model: TrueModel = MODEL,
+        auto_draft_length: bool = False,
     ):
         self.model = model
-        self.limits = EngineLimits(context, slots, budget, queue, num_drafts, chunk)
+        self.limits = EngineLimits(context, slots, budget, queue, num_drafts, chunk, auto_draft_length)
         self.layout = layout(self.limits)
         self.target = ScriptedTarget(self.layout, model, max_rows=budget)
         self.draft = ScriptedDraft(

@@ -109,6 +109,7 @@ class ScriptedTarget(ScriptedModel):
 class DraftSlot:
     known: dict[int, int] = field(default_factory=dict)  # position -> committed id
     final: int = 0  # first entry of the last window
+    depths: int = 0  # that are kept: no window runs more, and one that drafts nothing runs all
 
 
 # (options of the slot, committed ids by position (0 is not among them), position E of the last one, state of
@@ -184,7 +185,7 @@ class ScriptedDraft(ScriptedModel):
             1 <= options.num_depths <= self.num_depths, f"{options.num_depths} depths of {self.num_depths}"
         )
         if not again:
-            self.slots[options.slot] = DraftSlot()
+            self.slots[options.slot] = DraftSlot(depths=options.num_depths)
 
     def step(self, control: np.ndarray, hidden: object) -> np.ndarray:
         message = unpack(DraftStep, control)
@@ -210,16 +211,14 @@ class ScriptedDraft(ScriptedModel):
         drafts: list[int] = []
         if end > first:
             self.window_rows.append(end - first)
-            expect(
-                1 <= depths <= options.num_depths and num_drafts <= depths, f"{num_drafts} of {depths} depths"
-            )
+            expect(1 <= depths <= state.depths and num_drafts <= depths, f"{num_drafts} of {depths} depths")
             expect(first >= state.final and end <= hidden_position + hidden_rows, f"window [{first}, {end})")
             state.final = first
             chained = num_drafts > 0
             new_end = hidden_position + hidden_rows
             expect(not chained or end == new_end, f"states up to {new_end} for a window up to {end}")
             expect(
-                num_known == end - first + (0 if chained else options.num_depths - 1),
+                num_known == end - first + (0 if chained else depths - 1),
                 f"{num_known} ids known",
             )
             self._learn(state, first + 1, ids)
@@ -228,7 +227,7 @@ class ScriptedDraft(ScriptedModel):
             if chained:
                 drafts = self._draft(options, state.known, end, states[-1], max(num_drafts, depths - 1))
             else:
-                expect(depths == options.num_depths, "a window without drafts runs all depths")
+                state.depths = depths  # all that are kept: the others were given up
             self._run(slot, first, end, depths, state.known, drafts)
         else:
             expect(num_drafts == num_known == 0, "an empty window")

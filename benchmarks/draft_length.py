@@ -1,0 +1,155 @@
+"""The automatic draft length beside every fixed one: demo checkpoint, CPU, in process, 1 and 8 streams.
+
+All take turns, round by round, on the same prompts; the automatic one keeps what it has learnt, as a server does.
+First the gate: every length gives the same tokens. The table is printed as Markdown and added to
+``benchmarks/draft_length.csv``.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import statistics
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from inkling.deployment import Deployment
+from inkling.engine.channel import Session
+from inkling.engine.loop import Engine
+from inkling.engine.outbox import Chunk
+from inkling.engine.request import GenerateRequest, StopRules
+from inkling.engine.scheduler import EngineLimits
+from inkling.model.load import load_draft_runner, load_target_runner
+from inkling.model.shared_weights import SharedWeights
+from inkling.protocol import KEY_WORDS
+from inkling.settings import Settings
+from inkling.text import load_tokenizer
+
+ROOT = Path(__file__).parents[1]
+CHECKPOINT = ROOT / "demo" / "checkpoint"
+TABLE = Path(__file__).with_suffix(".csv")
+STREAMS = (1, 8)
+BOUND = 0.97  # of the best fixed length
+GENERATION = 1
+
+
+class Tokens:
+    """A reply that keeps the token ids."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+
+    def send(self, chunk: Chunk) -> None:
+        if chunk.error is not None:
+            raise chunk.error
+        self.ids += chunk.ids
+
+    def is_cancelled(self) -> bool:
+        return False
+
+
+class Models:
+    """Target and depths, loaded once; engines take turns on them."""
+
+    def __init__(self, threads: int, streams: int):
+        settings = Settings(str(CHECKPOINT), threads=threads, max_running_sequences=streams, max_context=512)
+        self.deployment = Deployment.of(settings)
+        self.target = load_target_runner(self.deployment, generation=GENERATION)
+        weights = self.target.model.weights
+        shared = SharedWeights(weights.embed, weights.head)
+        self.draft = load_draft_runner(self.deployment, shared, generation=GENERATION)
+
+    def engine(self, auto: bool) -> Engine:
+        deployment = self.deployment
+        limits = EngineLimits(
+            deployment.max_context,
+            deployment.settings.max_running_sequences,
+            deployment.settings.max_tokens_per_step,
+            1000,
+            deployment.num_draft_tokens,
+            auto_draft_length=auto,
+        )
+        session = Session(np.zeros(KEY_WORDS, np.int32), GENERATION)
+        return Engine(limits, deployment.layout, self.target, self.draft, session)
+
+
+def run(engine: Engine, prompts: list[list[int]], num_drafts: int, max_tokens: int) -> tuple[float, list]:
+    """Tokens per second over all prompts, as many at a time as the engine has slots; and the tokens."""
+    engine._to_target.reset()  # another engine has used the models since
+    engine._to_draft.reset()
+    replies = [Tokens() for _ in prompts]
+    start = time.perf_counter()
+    for ids, reply in zip(prompts, replies, strict=True):
+        request = GenerateRequest(tuple(ids), stop=StopRules(max_tokens), num_draft_tokens=num_drafts)
+        engine.submit(request, reply)
+    while engine.step():
+        pass
+    engine.sender.send_ready()
+    seconds = time.perf_counter() - start
+    return sum(len(reply.ids) for reply in replies) / seconds, [reply.ids for reply in replies]
+
+
+def compare(streams: int, rounds: int, prompts: list[list[int]], max_tokens: int, threads: int) -> list[dict]:
+    models = Models(threads, streams)
+    most = models.deployment.num_draft_tokens
+    engines = {str(n): (models.engine(auto=False), n) for n in range(most + 1)}
+    engines["auto"] = (models.engine(auto=True), most)
+    rates: dict[str, list[float]] = {name: [] for name in engines}
+    expected = None
+    for number in range(rounds + 1):
+        for name, (engine, num_drafts) in engines.items():
+            rate, tokens = run(engine, prompts, num_drafts, max_tokens)
+            expected = expected or tokens
+            if tokens != expected:
+                sys.exit(f"length {name}, {streams} streams: the tokens differ; nothing is reported")
+            if number:  # the first round warms up, and the automatic length learns
+                rates[name].append(rate)
+    median = {name: statistics.median(values) for name, values in rates.items()}
+    best = max(rate for name, rate in median.items() if name != "auto")
+    return [
+        {
+            "streams": streams,
+            "length": name,
+            "tokens_per_s": f"{median[name]:.1f}",
+            "lowest": f"{min(values):.1f}",
+            "highest": f"{max(values):.1f}",
+            "of_best_fixed": f"{median[name] / best:.3f}",
+        }
+        for name, values in rates.items()
+    ]
+
+
+def main(
+    rounds: Annotated[int, typer.Option(help="rounds that count; the median is reported")] = 3,
+    num_prompts: Annotated[int, typer.Option(help="held-out prompts, at most 40")] = 16,
+    max_tokens: Annotated[int, typer.Option(help="of an answer")] = 64,
+    threads: Annotated[int, typer.Option(help="torch threads; 0: half of the cores")] = 1,
+) -> None:
+    tokenizer = load_tokenizer(CHECKPOINT)
+    entries = json.loads((ROOT / "demo" / "prompts.json").read_text())[:num_prompts]
+    prompts = [tokenizer.encode(entry["text"]).ids for entry in entries]
+    rows = [row for s in STREAMS for row in compare(s, rounds, prompts, max_tokens, threads)]
+    conditions = {"date": datetime.now(UTC).date().isoformat(), "cores": os.cpu_count(), "threads": threads}
+    conditions |= {"prompts": num_prompts, "tokens": max_tokens, "rounds": rounds}
+    is_new = not TABLE.exists()
+    with TABLE.open("a", newline="") as file:
+        writer = csv.DictWriter(file, [*conditions, *rows[0]])
+        if is_new:
+            writer.writeheader()
+        writer.writerows(conditions | row for row in rows)
+    print("| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
+    for row in rows:
+        print("| " + " | ".join(str(value) for value in row.values()) + " |")
+        if row["length"] == "auto" and float(row["of_best_fixed"]) < BOUND:
+            print(f"MISSED: auto has {row['of_best_fixed']} of the best fixed length (bound {BOUND})")
+
+
+if __name__ == "__main__":
+    typer.run(main)

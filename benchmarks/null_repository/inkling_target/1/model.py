@@ -1,0 +1,32 @@
+"""inkling_target with nothing in it: constant tokens, zero states of the checkpoint's width."""
+
+from __future__ import annotations
+
+import triton_python_backend_utils as pb_utils
+
+from inkling.bls import answer, check_key
+from inkling.config import ModelConfig
+from inkling.engine.null_models import NullTarget
+from inkling.protocol import CONTROL, HIDDEN, TARGET_MODEL, TOKENS
+from inkling.run_folder import RunFolder, TargetRecord
+from inkling.settings import Settings
+
+
+class TritonPythonModel:
+    def initialize(self, args: dict[str, str]) -> None:
+        settings = Settings.load()
+        folder = RunFolder.of_parent(settings.run_root)
+        folder.create()
+        record = TargetRecord.create(folder.mapping)
+        self._key = record.key_words.tobytes()
+        self._target = NullTarget(hidden_words=ModelConfig.from_dir(settings.checkpoint).hidden_size)
+        folder.publish(record)
+
+    def execute(self, requests: list) -> list:
+        return [answer(pb_utils, request, self._step) for request in requests]
+
+    def _step(self, request) -> list:
+        control = pb_utils.get_input_tensor_by_name(request, CONTROL).as_numpy()
+        check_key(TARGET_MODEL, control, self._key)
+        tokens, hidden = self._target.step(control)
+        return [pb_utils.Tensor(TOKENS, tokens), pb_utils.Tensor(HIDDEN, hidden)]

@@ -1,0 +1,330 @@
+"""How many tokens the sequences of a step draft: always all, or what gives the most tokens per second.
+
+Any answer is exact, so ``auto`` may learn as it goes: from verification, how often depth k's draft stands once
+those before it stood (a_k); from the clock, what a step costs. With n drafts for each of B sequences a step
+emits B (1 + a_1 + a_1 a_2 + ... + a_1 .. a_n) tokens, and its cost follows from B (n + 1) target rows and n
+depths of B n entries. The n with the best ratio is used.
+
+A depth is either kept up for the whole life of a sequence or given up for good, because an entry that was left
+out cannot be computed later. Depths that no step uses cost time, so a sequence keeps them only as long as that
+is affordable. All that is not the best known choice (trying another n, keeping spare depths) is paid from one
+purse, into which EXPLORATION of the time flows.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from inkling.engine.step_cost import StepCosts
+from inkling.protocol import ring_rows
+
+if TYPE_CHECKING:
+    from inkling.engine.scheduler import Segment
+    from inkling.engine.sequence import Sequence
+
+EXPLORATION = 0.01  # of the time, for what is not the best known choice
+PURSE_STEPS = 30.0  # the most it holds, in steps
+FIRST_STEPS = 4.0  # what it holds at first, in steps
+REVIEW_STEPS, TRIAL_STEPS = 8, 32  # steps between two looks at all lengths; between two trials of a neighbour
+SURE_TRIES, SURE_STEPS = 32, 40  # no depth is given up before so many verifications of it, or so many steps
+MEMORY = 256  # verifications of a depth that count (for one sequence; a few steps' worth for more)
+FADE = 1 / 256  # of a depth's evidence, per step: old evidence gives way to new
+PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.3, 1.0
+DOUBT, MIN_VARIANCE = 1.0, 0.05
+SWITCH_GAIN = 1.01  # another length must be so much better
+MAX_PROMPT_SHARE = 0.25  # calls with a larger share of prompt rows say little about decoding
+
+
+@dataclass(slots=True)
+class Load:
+    """The sequences that the next step will decode."""
+
+    max_rows: int  # of a target call
+    plain: int = 0  # sequences that draft nothing
+    drafting: Counter[int] = field(default_factory=Counter)  # most drafts -> sequences that may draft so many
+    asked: Counter[int] = field(default_factory=Counter)  # the same, had nobody given up depths; also of ``plain``
+    prompt_rows: int = 0  # of the step just run; the next has about as many
+    entries: int = 0  # that wait in the windows, over all sequences
+    depths: int = 0  # the most that a sequence keeps
+    is_ring_short: bool = False  # a window must run all its depths
+
+    @property
+    def num_drafting(self) -> int:
+        return self.drafting.total()
+
+    def drafts(self, num_drafts: int) -> int:
+        """Of a step in which each sequence drafts ``num_drafts`` or the most that it may."""
+        return sum(count * min(most, num_drafts) for most, count in self.drafting.items())
+
+
+class DraftLength:
+    """Fixed: every sequence drafts all it may."""
+
+    is_auto = False
+
+    def __init__(self, num_depths: int):
+        self.num_drafts = num_depths  # of the next step, for each sequence
+        self.num_depths = num_depths  # a sequence that keeps more gives them up
+
+    def call_starts(self) -> None:
+        """Before either call."""
+
+    def target_ran(self, rows: int, prompt_rows: int) -> None:
+        """After the target's call."""
+
+    def draft_ran(self, depths: int, rows: int, prompt_rows: int) -> None:
+        """After the draft's: its deepest window, and rows over all depths."""
+
+    def verified(self, num_drafts: int, num_accepted: int) -> None:
+        """One sequence's drafts of a step, and how many stood."""
+
+    def choose(self, load: Load) -> None:
+        """Sets ``num_drafts`` and ``num_depths``."""
+
+    def prompt_depths(self, num_depths: int, rows: int) -> int:
+        """Depths that a sequence with ``rows`` more prompt rows shall keep, of the ``num_depths`` it has."""
+        return num_depths
+
+
+class AutoDraftLength(DraftLength):
+    """Learns and chooses. ``clock`` gives seconds."""
+
+    is_auto = True
+
+    def __init__(self, num_depths: int, clock: Callable[[], float] = time.perf_counter):
+        super().__init__(num_depths)
+        self.max_depths = num_depths
+        self.costs = StepCosts(num_depths)
+        self.best = num_depths  # the best length, were every sequence to have that many depths
+        self.hope = num_depths  # a longer one that may be better for all that is known; else the best
+        self._clock = clock
+        self._tried = [0.0] * num_depths  # evidence on each depth: verifications, of which
+        self._stood = [0.0] * num_depths  # ... so many stood
+        self._counts: Counter[tuple[int, int]] = Counter()  # (verified, accepted) since the last choice
+        self._started = self._step_started = 0.0
+        self._called_s = 0.0  # seconds of both calls since ``_step_started``
+        self._steps = 0  # choices so far
+        self._first_lengths = 2 * list(range(num_depths + 1))  # at first all are tried twice, the longest first
+        self._next_trial = self._trial = 0
+        self._reviewed: tuple[int, tuple[int, int, int]] = (-REVIEW_STEPS, (0, 0, 0))
+        self._rates: list[float] = []  # tokens per second by length, of the sequences as they are
+        self._length = num_depths  # the best of those
+        self._step_s = 0.0  # seconds of a step of that length
+        self._purse: float | None = None  # seconds; None: nothing is known yet
+
+    # What happened.
+
+    def call_starts(self) -> None:
+        self._started = self._clock()
+
+    def target_ran(self, rows: int, prompt_rows: int) -> None:
+        seconds = self._clock() - self._started
+        if self._step_started:
+            self.costs.add_rest(max(0.0, self._started - self._step_started - self._called_s))
+        self._step_started, self._called_s = self._started, seconds
+        if prompt_rows <= MAX_PROMPT_SHARE * rows:
+            self.costs.target.add(rows, seconds)
+
+    def draft_ran(self, depths: int, rows: int, prompt_rows: int) -> None:
+        seconds = self._clock() - self._started
+        self._called_s += seconds
+        if prompt_rows <= MAX_PROMPT_SHARE * rows:
+            self.costs.add_draft(depths, rows / max(1, depths), seconds)
+
+    def verified(self, num_drafts: int, num_accepted: int) -> None:
+        self._counts[num_drafts, num_accepted] += 1
+
+    def acceptance(self, depth: int, doubt: float = 0.0) -> float:
+        """a_k: the share of depth ``depth``'s drafts that stand once those before them stood.
+
+        ``doubt``: standard errors to add (of a share, with a floor on its variance).
+        """
+        tried = self._tried[depth] + PRIOR_WEIGHT
+        share = (self._stood[depth] + PRIOR_ACCEPTANCE * PRIOR_WEIGHT) / tried
+        if not doubt:
+            return share
+        return min(1.0, share + doubt * math.sqrt((share * (1 - share) + MIN_VARIANCE) / tried))
+
+    def _learn(self, num_sequences: int) -> None:
+        tried, stood = [0] * self.max_depths, [0] * self.max_depths
+        for (num_drafts, accepted), count in self._counts.items():
+            for k in range(min(num_drafts, accepted + 1)):
+                tried[k] += count
+                stood[k] += count if k < accepted else 0
+        self._counts.clear()
+        memory = MEMORY + 4 * num_sequences
+        for k in range(self.max_depths):
+            keep = max(0.0, 1 - FADE - tried[k] / memory)
+            self._tried[k] = self._tried[k] * keep + tried[k]
+            self._stood[k] = self._stood[k] * keep + stood[k]
+
+    # What follows from it.
+
+    def choose(self, load: Load) -> None:
+        self._learn(load.num_drafting)
+        if not load.drafting and not load.plain:
+            return
+        self._steps += 1
+        if self._first_lengths and load.drafting:
+            self.num_drafts = min(load.depths, self._first_lengths.pop())
+            return
+        if not self.costs.target:
+            return
+        shape = (load.num_drafting, load.plain, load.depths)
+        since, last_shape = self._reviewed
+        if self._steps - since >= REVIEW_STEPS or shape != last_shape:
+            self._review(load)
+            self._reviewed = (self._steps, shape)
+        self._spend(load)
+
+    def prompt_depths(self, num_depths: int, rows: int) -> int:
+        if self._purse is None or num_depths <= self.best or not self._is_sure(self.best):
+            return num_depths
+        depths = min(self.hope, num_depths)
+        extra = self.costs.draft(depths, rows) - self.costs.draft(self.best, rows)
+        if depths <= self.best or self._purse < extra + self._step_s:  # trials of them must be affordable too
+            return self.best
+        self._purse -= max(0.0, extra)
+        return depths
+
+    def _is_sure(self, num_depths: int) -> bool:
+        """Whether enough was seen of the depths from ``num_depths`` on to give them up."""
+        return self._steps >= SURE_STEPS or self._tried[num_depths] >= SURE_TRIES
+
+    def _review(self, load: Load) -> None:
+        count = load.num_drafting + load.plain
+        longest = max(0, min(self.max_depths, load.max_rows // count - 1))
+        everyone = replace(load, drafting=load.asked, plain=0)
+        rates = self._rates_of(everyone, longest)
+        self.best = self.hope = _better(self.best, rates)
+        bold = self._rates_of(everyone, longest, DOUBT)
+        if max(bold[self.best :]) > SWITCH_GAIN * rates[self.best]:
+            self.hope = max(range(self.best, len(bold)), key=bold.__getitem__)
+        self._rates = self._rates_of(load, min(load.depths, longest))
+        self._length = _better(self._length, self._rates)
+        self._step_s = self._seconds(load, self._length, self._length, load.drafts(self._length))
+        if self._purse is None:
+            self._purse = FIRST_STEPS * self._step_s
+
+    def _rates_of(self, load: Load, longest: int, doubt: float = 0.0) -> list[float]:
+        """Tokens per second of each length, with no more depths than it needs."""
+        each = self._each(longest, doubt)
+        return [
+            self._tokens(load, n, each) / self._seconds(load, n, n, load.drafts(n))
+            for n in range(longest + 1)
+        ]
+
+    def _each(self, num_drafts: int, doubt: float = 0.0) -> list[float]:
+        """Tokens of one sequence that drafts 0, 1, .. ``num_drafts``."""
+        stands, each = 1.0, [1.0]
+        for k in range(num_drafts):
+            stands *= self.acceptance(k, doubt)
+            each.append(each[-1] + stands)
+        return each
+
+    @staticmethod
+    def _tokens(load: Load, num_drafts: int, each: list[float]) -> float:
+        """Expected tokens of a step."""
+        return load.plain + sum(count * each[min(most, num_drafts)] for most, count in load.drafting.items())
+
+    def _seconds(self, load: Load, num_drafts: int, depths: int, entries: int) -> float:
+        """Of a step with ``entries`` rows in each of ``depths`` depths; 0 entries: no call to the draft."""
+        rows = load.plain + load.num_drafting + load.drafts(num_drafts) + load.prompt_rows
+        draft = self.costs.draft(depths, entries) if entries else 0.0
+        return max(1e-9, self.costs.target.at(rows) + draft + self.costs.rest)
+
+    def _loss(self, load: Load, num_drafts: int) -> float:
+        """Seconds by which a step of ``num_drafts``, with the windows as they are, is worse than the best."""
+        depths = load.depths if load.is_ring_short else num_drafts
+        seconds = self._seconds(load, num_drafts, depths, max(1, load.entries))
+        tokens = self._tokens(load, num_drafts, self._each(num_drafts))
+        return max(0.0, seconds - tokens / self._rates[self._length])
+
+    def _spend(self, load: Load) -> None:
+        """Tries another length, keeps spare depths, or neither, as the purse allows."""
+        length = self._length
+        self._purse = min(self._purse + EXPLORATION * self._step_s, PURSE_STEPS * self._step_s)
+        self.num_drafts, self.num_depths = length, self.max_depths
+        if not load.drafting:
+            return
+        if (longer := min(load.depths, self.hope, len(self._rates) - 1)) > length and self._try(load, longer):
+            return
+        if self._steps >= self._next_trial:
+            self._next_trial = self._steps + TRIAL_STEPS
+            self._trial += 1
+            other = (load.depths, length + 1, length - 1, 0)[self._trial % 4]
+            if 0 <= other < len(self._rates) and other != length and self._try(load, other):
+                return
+        if load.depths > length and not self._afford(self._loss(load, length)) and self._is_sure(length):
+            # the best of all may only pay once others draft as much, too: newcomers do
+            self.num_depths = max(length, self.best)
+
+    def _try(self, load: Load, num_drafts: int) -> bool:
+        if affordable := self._afford(self._loss(load, num_drafts)):
+            self.num_drafts = num_drafts
+        return affordable
+
+    def _afford(self, seconds: float) -> bool:
+        """Whether the purse has them; they are taken out."""
+        if affordable := seconds <= self._purse:
+            self._purse -= seconds
+        return affordable
+
+
+def _better(current: int, rates: list[float]) -> int:
+    """The length with the best rate; the current one when it is about as good."""
+    best = max(range(len(rates)), key=rates.__getitem__)
+    if current < len(rates) and rates[best] < SWITCH_GAIN * rates[current]:
+        return current
+    return best
+
+
+def choose_lengths(lengths: DraftLength, plan: list[Segment], max_rows: int) -> list[Sequence]:
+    """Chooses for the sequences of the step just committed; they give up the depths that are too many.
+
+    Returns those that have none left.
+    """
+    if not lengths.is_auto:
+        return []
+    load, drafting, ended = Load(max_rows), [], []
+    for segment in plan:
+        sequence = segment.sequence
+        if sequence.finish_reason:
+            continue
+        if sequence.num_uncomputed > 1:  # more prompt
+            load.prompt_rows += segment.rows
+        else:
+            load.asked[sequence.asked_depths] += 1
+        if sequence.num_uncomputed == 1 and (sequence.window is None or sequence.max_drafts == 0):
+            load.plain += 1
+            continue
+        if sequence.window is None:
+            continue
+        is_prompt = segment.draws <= 1 and segment.rows > 1  # with its last chunk a sequence decodes next
+        if is_prompt:
+            kept = lengths.prompt_depths(sequence.window.num_depths, segment.rows)
+            if kept < sequence.window.num_depths:
+                sequence.shrink(kept)
+            if not kept:
+                ended.append(sequence)
+        if sequence.num_uncomputed > 1 or sequence.window is None:
+            load.plain += sequence.num_uncomputed == 1
+            continue
+        depths, waiting = sequence.window.num_depths, sequence.num_computed - sequence.window.final
+        load.drafting[sequence.max_drafts] += 1
+        load.depths = max(load.depths, depths)
+        load.entries += depths if is_prompt else waiting
+        load.is_ring_short |= not is_prompt and waiting + depths + 1 > ring_rows(depths)
+        drafting.append(sequence)
+    lengths.choose(load)
+    for sequence in drafting:
+        if sequence.window.num_depths > lengths.num_depths:
+            sequence.shrink(lengths.num_depths)
+            if not lengths.num_depths:
+                ended.append(sequence)
+    return ended

@@ -1,0 +1,142 @@
+"""Serving by the clock of a cost model: drafts stand by chance, calls take stated times, windows are real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from inkling.engine.draft_length import AutoDraftLength, DraftLength, choose_lengths
+from inkling.engine.draft_window import DraftWindow
+from inkling.engine.scheduler import Segment
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds (of any unit). ``target(rows)``; a draft call takes ``call`` and ``depth(rows)`` per depth."""
+
+    target: Callable[[int], float]
+    depth: Callable[[int], float]
+    call: float = 0.0
+
+
+class SimulatedSequence:
+    """What the choice of a draft length sees of a ``Sequence``."""
+
+    finish_reason = ""
+
+    def __init__(self, num_prompt: int, num_tokens: int, num_depths: int):
+        self.end = num_prompt + num_tokens
+        self.num_known, self.num_computed = num_prompt, 0
+        self.num_depths = self.asked_depths = num_depths
+        self.window = DraftWindow(num_depths) if num_depths else None
+        self.num_drafts = 0
+
+    @property
+    def num_uncomputed(self) -> int:
+        return self.num_known - self.num_computed
+
+    @property
+    def max_drafts(self) -> int:
+        return max(0, min(self.num_depths, self.end - self.num_known - 1))
+
+    def shrink(self, num_depths: int) -> None:
+        self.num_depths = num_depths
+        if num_depths:
+            self.window.shrink(num_depths)
+        else:
+            self.window = None
+
+
+class Simulation:
+    """``batch`` sequences at all times, until ``num_tokens`` are out. ``acceptance(tokens so far)``: of a draft
+    whose predecessors stood. By the clock one call in 50 takes three times as long and all vary by a few percent;
+    throughput counts the stated times."""
+
+    def __init__(
+        self,
+        costs: Costs,
+        acceptance: Callable[[int], float],
+        *,
+        batch: int,
+        num_tokens: int,
+        num_prompt: int = 32,
+        answer: int = 256,
+        seed: int = 0,
+    ):
+        self.costs, self.acceptance, self.batch = costs, acceptance, batch
+        self.num_tokens, self.num_prompt, self.answer = num_tokens, num_prompt, answer
+        self.seed = seed
+
+    def auto(self, num_depths: int) -> float:
+        return self.run(AutoDraftLength(num_depths, clock=lambda: self.now), num_depths)
+
+    def fixed(self, num_drafts: int) -> float:
+        return self.run(DraftLength(num_drafts), num_drafts)
+
+    def run(self, lengths: DraftLength, num_depths: int) -> float:
+        """Tokens per second."""
+        self.random, self.now, self.spent, self.tokens = Random(self.seed), 1.0, 0.0, 0
+        self.lengths = lengths
+        running: list[SimulatedSequence] = []
+        while self.tokens < self.num_tokens:
+            while len(running) < self.batch:  # the first ones are of any age
+                left = self.answer if self.tokens else self.random.randint(1, self.answer)
+                running.append(SimulatedSequence(self.num_prompt, left, num_depths))
+            plan = [self._segment(sequence) for sequence in running]
+            self._target(plan)
+            running = [sequence for sequence in running if sequence.num_known < sequence.end]
+            self._draft([segment for segment in plan if segment.sequence in running])
+        return self.tokens / self.spent
+
+    @staticmethod
+    def _segment(sequence: SimulatedSequence) -> Segment:
+        rows = sequence.num_uncomputed + sequence.num_drafts
+        return Segment(sequence, sequence.num_computed, rows, 1 + sequence.num_drafts)
+
+    def _spend(self, seconds: float) -> None:
+        self.spent += seconds
+        seconds *= 1 + 0.03 * self.random.gauss(0, 1)
+        self.now += seconds * (3 if self.random.random() < 0.02 else 1)
+
+    def _target(self, plan: list[Segment]) -> None:
+        rows = sum(segment.rows for segment in plan)
+        self.lengths.call_starts()
+        self._spend(self.costs.target(rows))
+        self.lengths.target_ran(rows, rows - sum(segment.draws for segment in plan))
+        probability = self.acceptance(self.tokens)
+        for segment in plan:
+            sequence, drafted = segment.sequence, segment.sequence.num_drafts
+            accepted = 0
+            while accepted < drafted and self.random.random() < probability:
+                accepted += 1
+            if drafted:
+                self.lengths.verified(drafted, accepted)
+            sequence.num_computed += segment.rows - drafted + accepted
+            sequence.num_known += accepted + 1
+            sequence.num_drafts = 0
+            self.tokens += accepted + 1
+            if sequence.window is not None:
+                sequence.window.verified(accepted)
+
+    def _draft(self, plan: list[Segment]) -> None:
+        lengths = self.lengths
+        choose_lengths(lengths, plan, max_rows=1 << 20)
+        rows_of_depth: list[int] = []
+        is_called = False
+        for segment in plan:
+            sequence = segment.sequence
+            if sequence.window is None or sequence.max_drafts == 0:
+                continue
+            is_called = True
+            num_drafts = min(sequence.max_drafts, lengths.num_drafts)
+            window = sequence.window.plan(sequence.num_computed, sequence.num_known, num_drafts)
+            sequence.num_drafts = window.drafts
+            if rows := window.end - window.first:
+                rows_of_depth += [0] * (window.depths - len(rows_of_depth))
+                for k in range(window.depths):
+                    rows_of_depth[k] += rows
+        if is_called:
+            lengths.call_starts()
+            self._spend(self.costs.call + sum(self.costs.depth(rows) for rows in rows_of_depth))
+            lengths.draft_ran(len(rows_of_depth), sum(rows_of_depth), 0)

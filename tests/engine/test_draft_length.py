@@ -1,0 +1,146 @@
+"""The automatic draft length: nearly the throughput of the best fixed one, and never another token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+from math import pi, sin
+from random import Random
+
+import pytest
+
+from inkling.engine.draft_length import AutoDraftLength
+from inkling.engine.scheduler import EngineLimits
+from inkling.engine.step_cost import CostTable
+from tests.engine.harness import Bench, arrive, make_layout, requests_of
+from tests.engine.simulated_serving import Costs, Simulation
+
+DEPTHS = 4
+BOUND = 0.97  # of the best fixed length
+STEPS = {1: 8000, 8: 4000, 64: 2000}  # of a run, were nothing drafted, by batch
+COSTS = {  # the target alone takes 10 for one row, or a little for each
+    "flat": Costs(lambda rows: 10.0, lambda rows: 0.8, call=0.3),
+    "linear": Costs(lambda rows: 2.0 + 0.4 * rows, lambda rows: 0.05 * rows, call=0.3),
+    "steep": Costs(lambda rows: 0.5 + rows, lambda rows: 0.1 * rows, call=0.1),
+    "bandwidth, then arithmetic": Costs(
+        lambda rows: max(10.0, 0.2 * rows), lambda rows: 0.6 * max(1.0, rows / 64), call=0.2
+    ),
+    "a costly call": Costs(lambda rows: 10 + 0.02 * rows, lambda rows: 0.2, call=6.0),
+}
+ACCEPTANCES = (0.0, 0.3, 0.6, 0.8, 0.95)
+
+
+def simulation(costs: str, batch: int, acceptance: Callable[[float], float]) -> Simulation:
+    """``acceptance`` of the part of the run that is over, 0 to 1."""
+    total = STEPS[batch] * batch
+    return Simulation(COSTS[costs], lambda tokens: acceptance(tokens / total), batch=batch, num_tokens=total)
+
+
+def share_of_best(simulated: Simulation) -> float:
+    return simulated.auto(DEPTHS) / max(simulated.fixed(n) for n in range(DEPTHS + 1))
+
+
+@pytest.mark.parametrize("costs", COSTS)
+@pytest.mark.parametrize("batch", [1, 8])
+def test_auto_is_nearly_as_fast_as_the_best_fixed_length(costs: str, batch: int) -> None:
+    shares = {a: share_of_best(simulation(costs, batch, lambda _, a=a: a)) for a in ACCEPTANCES}
+    assert min(shares.values()) >= BOUND, shares
+
+
+@pytest.mark.parametrize(
+    ("costs", "acceptance"), list(zip([*COSTS], [0.6, 0.0, 0.95, 0.3, 0.8], strict=True))
+)
+def test_auto_is_nearly_as_fast_with_64_sequences(costs: str, acceptance: float) -> None:
+    assert share_of_best(simulation(costs, 64, lambda _: acceptance)) >= BOUND
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("costs", "acceptance"), list(product(COSTS, ACCEPTANCES)))
+def test_auto_is_nearly_as_fast_with_64_sequences_at_every_acceptance(costs: str, acceptance: float) -> None:
+    assert share_of_best(simulation(costs, 64, lambda _: acceptance)) >= BOUND
+
+
+DRIFTS = {
+    "up": lambda part: 0.95 * part,
+    "down": lambda part: 0.95 * (1 - part),
+    "to and fro": lambda part: 0.475 + 0.475 * sin(4 * pi * part),
+    "sudden": lambda part: (0.9, 0.1)[int(4 * part) % 2],
+}
+
+
+@pytest.mark.parametrize("costs", COSTS)
+@pytest.mark.parametrize("drift", DRIFTS)
+def test_auto_follows_a_drifting_acceptance(costs: str, drift: str) -> None:
+    assert share_of_best(simulation(costs, 8, DRIFTS[drift])) >= BOUND
+
+
+def test_a_stray_slow_call_moves_no_cost() -> None:
+    table = CostTable()
+    for i in range(40):
+        table.add(8, 1.0 if i % 5 else 50.0)
+    assert table.at(8) == 1.0
+
+
+def test_costs_between_known_sizes_are_interpolated_and_bounded_beyond() -> None:
+    table = CostTable()
+    for rows in (8, 16, 64):
+        table.add(rows, 2.0 + rows)
+        table.add(rows, 2.0 + rows)
+    assert table.at(40) == pytest.approx(42.0)
+    assert 10.0 * 4 / 8 <= table.at(4) <= 10.0
+    assert 66.0 <= table.at(128) <= 132.0
+
+
+def test_acceptance_is_learnt_depth_by_depth() -> None:
+    lengths, random = AutoDraftLength(3), Random(3)
+    true = (0.9, 0.5, 0.2)
+    for _ in range(2000):
+        accepted = 0
+        while accepted < 3 and random.random() < true[accepted]:
+            accepted += 1
+        lengths.verified(3, accepted)
+        lengths._learn(1)
+    assert [lengths.acceptance(k) for k in range(3)] == pytest.approx(true, abs=0.12)
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_auto_changes_no_token(seed: int) -> None:
+    """Scripted models check every window and cache; here depths are given up at random times, too."""
+    random = Random(seed)
+    depths = random.randint(1, 6)
+    bench = Bench(
+        num_drafts=depths,
+        budget=random.choice((4, 16, 64)),
+        slots=random.choice((1, 4, 16)),
+        chunk=random.choice((1, 4, 1 << 30)),
+        probability=random.choice((0, 0.3, 0.7, 1)),
+        seed=seed,
+        layout=lambda limits: make_layout(limits, window=5),
+        auto_draft_length=True,
+    )
+    lengths, choose = bench.engine.scheduler.lengths, bench.engine.scheduler.lengths.choose
+    seen = set()
+
+    def erratic(load: object) -> None:
+        choose(load)
+        if random.random() < 0.3:
+            lengths.num_drafts = random.randint(0, depths)
+        if random.random() < 0.05:
+            lengths.num_depths = random.randint(0, depths)
+        seen.add(lengths.num_drafts)
+
+    lengths.choose = erratic
+    arrive(bench, random, requests_of(seed, 24, depths))
+    bench.run()
+    bench.check_answers()
+    assert seen == set(range(depths + 1))
+
+
+def test_auto_is_a_deployment_setting() -> None:
+    from inkling.errors import SettingsError
+    from inkling.settings import Settings
+
+    assert EngineLimits.of(Settings("x", draft_length="auto"), 64, 3).auto_draft_length
+    assert not EngineLimits.of(Settings("x"), 64, 3).auto_draft_length
+    with pytest.raises(SettingsError, match="fixed or auto"):
+        Settings("x", draft_length="some")
