@@ -12,7 +12,8 @@ import numpy as np
 
 from inkling.deployment import Deployment
 from inkling.engine.channel import Session
-from inkling.engine.loop import DraftClient, Engine
+from inkling.engine.clients import DraftClient
+from inkling.engine.loop import Engine
 from inkling.engine.request import GenerateRequest
 from inkling.engine.scheduler import EngineLimits, Segment
 from inkling.model.load import load_draft_runner, load_target_runner

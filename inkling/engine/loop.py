@@ -11,11 +11,12 @@ import math
 import threading
 import time
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from inkling.engine.channel import Channel, Session, records
+from inkling.engine.clients import DraftClient, TargetClient
 from inkling.engine.draft_length import choose_lengths
 from inkling.engine.log_probs import TokenLogProb, take_log_probs
 from inkling.engine.outbox import Assembler, Outbox, Reply, Sender
@@ -31,22 +32,6 @@ _log = logging.getLogger(__name__)
 
 MAX_STEP = 2**31 - 1  # step numbers are INT32 words and only compared for equality; 0 is never one
 STOPPED = "the server stopped before the answer was complete"
-
-
-class TargetClient(Protocol):
-    def step(self, control: np.ndarray) -> tuple[np.ndarray, Any]:
-        """CONTROL (TargetStep) -> TOKENS int32 [draws] and the hidden states [T, H], opaque to the loop."""
-        ...
-
-    def step_scored(self, control: np.ndarray) -> tuple[np.ndarray, Any, np.ndarray]:
-        """The same, and LOGPROBS. Called in place of ``step`` when a request of the step wants log probs."""
-        ...
-
-
-class DraftClient(Protocol):
-    def step(self, control: np.ndarray, hidden: Any) -> np.ndarray:
-        """CONTROL (DraftStep), HIDDEN -> DRAFTS int32, segment by segment."""
-        ...
 
 
 class Engine:
