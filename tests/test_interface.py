@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from inkling.errors import RequestError
-from inkling.interface import ASKED_BY, OUTPUTS, InterfaceContext, parse_request
+from inkling.interface import ASKED_BY, OUTPUTS, InterfaceContext, check_request_parameters, parse_request
 from inkling.log_prob_outputs import LOG_PROBS_ASKED_BY
 from inkling.parameters import FIELDS, INPUTS, KEYS, NUMPY_TYPES, STRING
 
@@ -68,7 +68,7 @@ def test_a_bare_prompt_gets_the_defaults():
     assert 0 <= parsed.seed < 2**53
     assert (request.stop.max_tokens, request.stop.min_tokens) == (16, 0)
     assert request.stop.stop_ids == {EOS} and request.stop.stop_words == ()
-    assert (request.num_draft_tokens, request.timeout_us) == (3, 0)
+    assert (request.num_draft_tokens, request.timeout_us, request.priority) == (3, 0, 0)
     assert (parsed.stream, parsed.prompt_text, parsed.wanted) == (False, "", frozenset())
 
 
@@ -106,13 +106,6 @@ def test_null_means_not_given_and_neutral_values_pass():
     neutral = {f.name: f.neutral[-1] for f in FIELDS if f.sampling and f.neutral}
     assert len(neutral) == 6
     assert parse(sampling=neutral, seed=1).request == parse(seed=1).request
-    tensors = {
-        f.name: list(f.neutral[0]) if f.dims == (-1,) else f.neutral[0]
-        for f in FIELDS
-        if f.tensor and f.neutral
-    }
-    assert len(tensors) == 1
-    assert parse(**tensors, seed=1).request == parse(seed=1).request
 
 
 @pytest.mark.parametrize("field", [f for f in FIELDS if f.neutral], ids=lambda f: f.name)
@@ -123,6 +116,15 @@ def test_a_feature_to_come_is_refused_by_name(field):
         refused(field.name, "this version takes only", **{field.name: value})
     if field.sampling:
         refused(field.name, "this version takes only", sampling={field.name: value})
+
+
+def test_priority_is_any_32_bit_integer_and_an_input_only():
+    for value in (0, 7, -7, 2**31 - 1, -(2**31)):
+        assert parse(priority=value).request.priority == value
+    with pytest.raises(RequestError, match="'priority' is an input of its own"):
+        parse(sampling={"priority": 1})
+    with pytest.raises(RequestError, match="send it as the input 'priority'"):
+        check_request_parameters({"priority": 1})
 
 
 BOUNDS = [  # field, inside, outside; a step beyond each bound

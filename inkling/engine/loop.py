@@ -11,16 +11,18 @@ import math
 import threading
 import time
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from inkling.engine.channel import Channel, Session, records
+from inkling.engine.clients import DraftClient, TargetClient
+from inkling.engine.draft_window import Window
 from inkling.engine.log_probs import TokenLogProb, take_log_probs
 from inkling.engine.outbox import Assembler, Outbox, Reply, Sender
 from inkling.engine.pages import CacheLayout
 from inkling.engine.request import GenerateRequest
-from inkling.engine.scheduler import EngineLimits, Scheduler, Segment
+from inkling.engine.scheduler import EngineLimits, PlannedPass, Scheduler, Segment
 from inkling.engine.sequence import Phase, Sequence
 from inkling.engine.verify import accepted_prefix
 from inkling.errors import CancelledError, DrainingError, InklingError, ModelError, RequestError
@@ -30,22 +32,6 @@ _log = logging.getLogger(__name__)
 
 MAX_STEP = 2**31 - 1  # step numbers are INT32 words and only compared for equality; 0 is never one
 STOPPED = "the server stopped before the answer was complete"
-
-
-class TargetClient(Protocol):
-    def step(self, control: np.ndarray) -> tuple[np.ndarray, Any]:
-        """CONTROL (TargetStep) -> TOKENS int32 [draws] and the hidden states [T, H], opaque to the loop."""
-        ...
-
-    def step_scored(self, control: np.ndarray) -> tuple[np.ndarray, Any, np.ndarray]:
-        """The same, and LOGPROBS. Called in place of ``step`` when a request of the step wants log probs."""
-        ...
-
-
-class DraftClient(Protocol):
-    def step(self, control: np.ndarray, hidden: Any) -> np.ndarray:
-        """CONTROL (DraftStep), HIDDEN -> DRAFTS int32, segment by segment."""
-        ...
 
 
 class Engine:
@@ -185,12 +171,7 @@ class Engine:
             self._retire()
             self._admit()
             if plan := self.scheduler.plan():
-                tokens, hidden, scores = self._run_target(plan)
-                self._verify(plan, tokens)
-                take_log_probs(plan, scores)
-                self._commit(plan)
-                self._reply(plan)
-                self._run_draft(plan, hidden)
+                self._run(*self._secure_target(plan))
         except Exception as error:
             _log.exception("step %d failed; %d requests end", self._step, len(self._open))
             error.__traceback__ = error.__context__ = error.__cause__ = (
@@ -200,6 +181,15 @@ class Engine:
                 error if isinstance(error, InklingError) else InklingError(f"the engine failed: {error!r}")
             )
         return self.scheduler.has_work
+
+    def _run(self, plan: list[Segment], pages: list[int]) -> None:
+        if plan:  # else all of them gave way to others, which run next
+            tokens, hidden, scores = self._run_target(plan, pages)
+            self._verify(plan, tokens)
+            take_log_probs(plan, scores)
+            self._commit(plan)
+            self._reply(plan)
+            self._run_draft(plan, hidden)
 
     def _retire(self) -> None:
         """Ends what was cancelled or is past its deadline."""
@@ -227,17 +217,32 @@ class Engine:
             if sequence.num_depths:
                 self._to_draft.open(sequence)
 
-    def _run_target(self, plan: list[Segment]) -> tuple[list[int], Any, np.ndarray | None]:
+    def _secure(self, passes: list[PlannedPass]) -> list[int]:
+        """Words of the page records for ``passes``. Sequences that lost theirs are waiting again."""
+        words, preempted = self.scheduler.secure(passes)
+        for sequence in preempted:
+            self._to_target.close(sequence)
+            self._to_draft.close(sequence)
+        if preempted:
+            with self._changed:
+                self.scheduler.requeue(preempted)
+        return words
+
+    def _secure_target(self, plan: list[Segment]) -> tuple[list[Segment], list[int]]:
+        """The segments that have pages, and the words of the page records."""
+        passes = [PlannedPass(s.sequence, s.sequence.target_pages, s.first, s.first + s.rows) for s in plan]
+        pages = self._secure(passes)
+        return [s for s in plan if s.sequence.phase is Phase.RUNNING], pages
+
+    def _run_target(self, plan: list[Segment], pages: list[int]) -> tuple[list[int], Any, np.ndarray | None]:
         self._step = self._step % MAX_STEP + 1
         segments: list[int] = []
         ids: list[int] = []
-        pages: list[int] = []
         scores: list[int] = []
         num_draws = 0
         wants_log_probs = False
         for segment in plan:
             sequence, first, rows = segment.sequence, segment.first, segment.rows
-            sequence.target_pages.cover(first, first + rows, sequence.slot, pages)
             segments += (sequence.slot, first, rows, segment.draws)
             for position in sequence.unscored(first, rows):
                 scores += (len(ids) + position - first, sequence.ids[position + 1])
@@ -284,23 +289,36 @@ class Engine:
                 sequence.num_computed = min(sequence.num_computed, len(sequence.ids))  # not past the cut
                 self._end(sequence)
 
+    def _plan_windows(self, plan: list[Segment]) -> tuple[list[tuple[Segment, int, Window]], list[int]]:
+        """The draft windows of a step, each with its segment and the segment's first row, and the words of
+        their page records."""
+        windows: list[tuple[Segment, int, Window]] = []
+        row = 0
+        for segment in plan:
+            sequence = segment.sequence
+            if sequence.window is not None and sequence.max_drafts:
+                waiting = sequence.num_uncomputed > 1  # more prompt
+                num_drafts = 0 if waiting else self.scheduler.draft_length(sequence)
+                window = sequence.window.plan(sequence.num_computed, len(sequence.ids), num_drafts)
+                windows.append((segment, row, window))
+            row += segment.rows
+        pages = self._secure(
+            [
+                PlannedPass(s.sequence, s.sequence.draft_pages, window.first, window.end)
+                for s, _, window in windows
+                if window.end > window.first
+            ]
+        )
+        return [w for w in windows if w[0].sequence.phase is Phase.RUNNING], pages
+
     def _run_draft(self, plan: list[Segment], hidden: Any) -> None:
         segments: list[int] = []
         ids: list[int] = []
-        pages: list[int] = []
         drafting: list[tuple[Sequence, int]] = []
-        row = 0
-        for segment in plan:
-            sequence, hidden_row = segment.sequence, row
-            row += segment.rows
-            if sequence.window is None or sequence.max_drafts == 0:
-                continue
-            waiting = sequence.num_uncomputed > 1  # more prompt
-            num_drafts = 0 if waiting else self.scheduler.draft_length(sequence)
-            window = sequence.window.plan(sequence.num_computed, len(sequence.ids), num_drafts)
-            if window.end > window.first:
-                sequence.draft_pages.cover(window.first, window.end, sequence.slot, pages)
-            segments += (sequence.slot, hidden_row, segment.first, sequence.num_computed - segment.first)
+        windows, pages = self._plan_windows(plan)
+        for segment, row, window in windows:
+            sequence = segment.sequence
+            segments += (sequence.slot, row, segment.first, sequence.num_computed - segment.first)
             segments += (window.first, window.end, window.depths, window.drafts, window.num_known)
             ids += sequence.ids[window.first + 1 : window.first + 1 + window.num_known]
             drafting.append((sequence, window.drafts))

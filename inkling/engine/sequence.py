@@ -13,7 +13,7 @@ from inkling.protocol import SlotOptions
 
 
 class Phase(Enum):
-    WAITING = "waiting"  # in the queue; holds nothing
+    WAITING = "waiting"  # in the queue, new or preempted; holds nothing
     RUNNING = "running"  # has a slot and pages
     FINISHED = "finished"  # gave them back; its last chunk may still be on its way
 
@@ -22,7 +22,8 @@ class Sequence:
     """``ids`` are committed: the prompt, then what was emitted. Positions below ``num_computed`` have a
     target state.
 
-    ``num_uncomputed`` is 1 while decoding (the newest token) and more while prompt waits.
+    ``num_uncomputed`` is 1 while decoding (the newest token) and more while prompt waits. After a preemption all
+    ids are prompt once more: their rows are computed again, and only the last one draws.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Sequence:
         # Drafting takes a token before it and one that verifies it: a shorter answer keeps no draft state.
         self.num_depths = request.num_draft_tokens if max_tokens > 2 else 0
         self.phase = Phase.WAITING
+        self.rank = (-request.priority, 0)  # smaller goes first; the queue numbers arrivals
         self.finish_reason = ""  # stop | length | timeout
         self.slot = -1
         self.ids: list[int] = list(request.prompt_ids)
@@ -73,6 +75,25 @@ class Sequence:
     def max_drafts(self) -> int:
         """Drafts that a next step could verify: each may be emitted, and one token always follows them."""
         return max(0, min(self.num_depths, self.max_tokens - self.num_emitted - 1))
+
+    def start(
+        self, slot: int, target_pages: SequencePages, draft_pages: SequencePages | None, num_cached: int
+    ) -> None:
+        """Runs from position ``num_cached`` on; what the models know of earlier positions is in the pages."""
+        self.slot, self.target_pages, self.draft_pages = slot, target_pages, draft_pages
+        self.num_computed = num_cached
+        self.window = DraftWindow(self.num_depths, num_cached) if self.num_depths else None
+        self.phase = Phase.RUNNING
+
+    def stop(self, phase: Phase) -> None:
+        """Gives pages and slot back. Committed ids stay; proposals do not."""
+        for pages in (self.target_pages, self.draft_pages):
+            if pages is not None:
+                pages.release()
+        self.target_pages = self.draft_pages = self.window = None
+        self.drafts = []
+        self.num_computed = 0
+        self.phase = phase
 
     def slot_options(self) -> SlotOptions:
         sampling = self.request.sampling

@@ -86,9 +86,11 @@ def make_layout(
     window: int = 5,
     page_sizes: tuple[int, int, int] = (4, 4, 2),
     sequences: float | None = None,
+    full_pages: int | None = None,
     kinds: tuple[Kind, ...] = tuple(Kind),
 ) -> CacheLayout:
-    """Pools for the worst case of ``sequences`` sequences (all slots when None)."""
+    """Pools for the worst case of ``sequences`` sequences (all slots when None); ``full_pages``: usable pages of
+    the full kind in place of that."""
     empty = tuple(PoolLayout(size, int(kind in kinds)) for kind, size in zip(Kind, page_sizes, strict=True))
     layout = CacheLayout(window, limits.num_draft_tokens, empty, empty)
     count = limits.max_running_sequences if sequences is None else sequences
@@ -101,9 +103,11 @@ def make_layout(
             min(limits.max_tokens_per_step, limits.max_prompt_chunk),
             limits.num_draft_tokens,
         )
+        most = [max(pages, int(pages * count)) for pages in worst]
+        most[Kind.FULL] = full_pages or most[Kind.FULL]
         return tuple(
-            PoolLayout(pool.page_size, 1 + max(pages, int(pages * count)) if pool.num_pages else 0)
-            for pool, pages in zip(layout.pools(model), worst, strict=True)
+            PoolLayout(pool.page_size, 1 + pages if pool.num_pages else 0)
+            for pool, pages in zip(layout.pools(model), most, strict=True)
         )
 
     return CacheLayout(window, limits.num_draft_tokens, pools(Model.TARGET), pools(Model.DRAFT))
@@ -179,7 +183,7 @@ class Bench:
         assert all(reply.finished for _, reply in self.sent)
         assert not scheduler.has_work and not self.engine._open and self.engine.sender.num_open == 0
         scheduler.check_integrity()
-        assert all(pool.num_reserved == 0 for pools in scheduler.allocator.pools.values() for pool in pools)
+        assert self.pages_free()
 
     def pages_free(self) -> bool:
         pools = [pool for pools in self.engine.scheduler.allocator.pools.values() for pool in pools]
@@ -197,6 +201,7 @@ def random_request(
         SamplingParams(seed=random.getrandbits(64)),
         StopRules(tokens, random.choice((0, 0, random.randint(0, tokens))), stop_ids),
         num_draft_tokens=random.choice((num_drafts, random.randint(0, num_drafts))),
+        priority=random.choice((0, 0, random.randint(-2, 2))),
     )
 
 
@@ -215,7 +220,7 @@ def request_of(num_prompt: int, max_tokens: int, num_drafts: int = 3, seed: int 
 def random_bench(random: Random, num_drafts: int, **options) -> Bench:
     window = random.randint(2, 9)
     sizes = (random.choice((1, 4, 16)), random.choice((1, 4, 5)), random.choice((1, 2, 3, 8)))
-    sequences = random.choice((None, 1.3))
+    sequences = random.choice((None, 1.3, 1, 2.5))
     bench = Bench(
         num_drafts=num_drafts,
         budget=random.choice((1, 2, 7, 64, 1000)),
