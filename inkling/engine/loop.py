@@ -283,6 +283,7 @@ class Engine:
                 self._end(sequence, InklingError(f"the text could not be assembled: {error!r}"))
                 continue
             segment.log_probs = segment.log_probs[: len(segment.emitted)]
+            self.scheduler.prefixes.record(sequence)
             sequence.total_draft_tokens += segment.num_drafts
             sequence.total_accepted_draft_tokens += min(segment.accepted, len(segment.emitted))
             if sequence.finish_reason:
@@ -337,6 +338,7 @@ class Engine:
         for sequence, num_drafts in drafting:
             sequence.drafts = drafts[start : start + num_drafts]
             start += num_drafts
+            self.scheduler.prefixes.record(sequence)
 
     def _reply(self, plan: list[Segment]) -> None:
         ready = []

@@ -90,8 +90,9 @@ class PagesExhaustedError(InklingError):
 class PagePool:
     """The pages of one kind of one model."""
 
-    def __init__(self, name: str, layout: PoolLayout):
+    def __init__(self, name: str, kind: Kind, layout: PoolLayout):
         self.name = name
+        self.kind = kind
         self.page_size = layout.page_size
         self.num_usable = max(0, layout.num_pages - 1)
         self.free = list(range(self.num_usable, 0, -1))
@@ -237,7 +238,7 @@ class PageAllocator:
         self.layout = layout
         self.pools = {
             model: tuple(
-                PagePool(f"{model.name.lower()} {kind.name.lower()} cache", pool)
+                PagePool(f"{model.name.lower()} {kind.name.lower()} cache", kind, pool)
                 for kind, pool in zip(Kind, layout.pools(model), strict=True)
             )
             for model in Model

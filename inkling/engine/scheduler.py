@@ -16,6 +16,7 @@ from inkling.engine.pages import (
     SequencePages,
     worst_case_pages,
 )
+from inkling.engine.prefix_cache import PrefixCache
 from inkling.engine.sequence import Phase, Sequence
 from inkling.errors import InklingError, QueueFullError, RequestError
 from inkling.settings import Settings
@@ -31,6 +32,7 @@ class EngineLimits:
     max_queued_requests: int
     num_draft_tokens: int  # N: the most drafts a step verifies; 0: no draft model
     max_prompt_chunk: int = 1 << 30  # rows of one prompt in a step, within max_tokens_per_step
+    prefix_block: int = 0  # positions that a cached prefix is a multiple of; 0: no prefix reuse
 
     @classmethod
     def of(cls, settings: Settings, max_context: int, num_draft_tokens: int) -> EngineLimits:
@@ -41,6 +43,7 @@ class EngineLimits:
             settings.max_queued_requests,
             num_draft_tokens,
             settings.max_prompt_chunk or settings.max_tokens_per_step,
+            settings.prefix_block if settings.prefix_cache == "on" else 0,
         )
 
     def __post_init__(self) -> None:
@@ -53,8 +56,9 @@ class EngineLimits:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
-        if self.num_draft_tokens < 0:
-            raise ValueError(f"num_draft_tokens is {self.num_draft_tokens}; it must be 0 or more")
+        for name in ("num_draft_tokens", "prefix_block"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
 
 
 @dataclass(slots=True)
@@ -91,9 +95,10 @@ class Scheduler:
 
     That order is a sequence's rank, for life. A sequence is admitted when a slot is free and the pages suffice
     for all its known ids, beside those that the running ones need for theirs. Answers grow beyond that: when a
-    pass finds no page, the sequence of lowest rank is preempted. It gives everything back and waits in its old
-    place, to compute its ids again. The sequence of highest rank is never preempted, so every one finishes.
-    Priority decides who waits and who gives way; it takes no slot from a running sequence.
+    pass finds no page, cached prefixes go first, then the sequence of lowest rank is preempted. It gives
+    everything back and waits in its old place, to compute its ids again from the longest cached prefix on. The
+    sequence of highest rank is never preempted, so every one finishes. Priority decides who waits and who gives
+    way; it takes no slot from a running sequence.
     """
 
     def __init__(self, limits: EngineLimits, layout: CacheLayout):
@@ -106,6 +111,7 @@ class Scheduler:
     def reset(self) -> None:
         """Forgets every sequence; all pages and slots are free."""
         self.allocator = PageAllocator(self.layout)
+        self.prefixes = PrefixCache(self.layout, self.limits.prefix_block)
         self.waiting: list[Sequence] = []  # by rank
         self.running: list[Sequence] = []
         self._free_slots = list(range(self.limits.max_running_sequences - 1, -1, -1))
@@ -141,6 +147,7 @@ class Scheduler:
                 self._stop(sequence, Phase.WAITING)
                 break
             self.waiting.pop(0)
+            self.prefixes.started(sequence)
             self.running.append(sequence)
             admitted.append(sequence)
         return admitted
@@ -161,6 +168,8 @@ class Scheduler:
                 try:
                     planned.pages.cover(planned.first, planned.end, sequence.slot, fresh)
                 except PagesExhaustedError as error:
+                    if self.prefixes.make_room(error.pool, self.running):
+                        continue
                     victim = max(self.running, key=_rank)
                     if len(self.running) == 1:
                         raise InklingError(f"{error}, by one sequence that was to fit") from error
@@ -202,6 +211,7 @@ class Scheduler:
             if spare == 0:
                 break
             rows = min(sequence.num_uncomputed, spare, self.limits.max_prompt_chunk)
+            rows = self.prefixes.chunk_rows(sequence.num_computed, rows, len(sequence.ids))
             spare -= rows
             plan.append(self._segment(sequence, rows))
         return plan
@@ -217,7 +227,7 @@ class Scheduler:
         """Raises InklingError when pages or slots do not add up."""
         live = [(Model.TARGET, s.target_pages) for s in self.running]
         live += [(Model.DRAFT, s.draft_pages) for s in self.running if s.draft_pages is not None]
-        self.allocator.check_integrity(live)
+        self.allocator.check_integrity(live, self.prefixes.kept(self.running))
         slots = sorted(self._free_slots + [s.slot for s in self.running])
         assert slots == list(range(self.limits.max_running_sequences)), f"slots {slots}"
 
@@ -228,7 +238,9 @@ class Scheduler:
 
     def _start(self, sequence: Sequence) -> None:
         draft_pages = self.allocator.tables(Model.DRAFT) if sequence.num_depths else None
-        sequence.start(self._free_slots.pop(), self.allocator.tables(Model.TARGET), draft_pages, 0)
+        target_pages = self.allocator.tables(Model.TARGET)
+        num_cached = self.prefixes.start(sequence, target_pages, draft_pages)
+        sequence.start(self._free_slots.pop(), target_pages, draft_pages, num_cached)
 
     def _stop(self, sequence: Sequence, phase: Phase) -> None:
         sequence.stop(phase)

@@ -8,6 +8,7 @@ from inkling.engine.draft_window import DraftWindow
 from inkling.engine.log_probs import TokenLogProb
 from inkling.engine.outbox import Assembler, Outbox
 from inkling.engine.pages import SequencePages
+from inkling.engine.prefix_cache import Trail
 from inkling.engine.request import GenerateRequest
 from inkling.protocol import SlotOptions
 
@@ -50,6 +51,7 @@ class Sequence:
         self.num_computed = 0
         self.drafts: list[int] = []  # pending: proposals for the positions after the last id
         self.window: DraftWindow | None = None
+        self.trail = Trail()  # what the prefix cache has of it
         self.target_pages: SequencePages | None = None
         self.draft_pages: SequencePages | None = None
         self.cum_log_prob = 0.0  # of the emitted tokens
@@ -90,6 +92,7 @@ class Sequence:
         for pages in (self.target_pages, self.draft_pages):
             if pages is not None:
                 pages.release()
+        self.trail.drop()
         self.target_pages = self.draft_pages = self.window = None
         self.drafts = []
         self.num_computed = 0

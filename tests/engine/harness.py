@@ -10,7 +10,7 @@ import numpy as np
 from inkling.engine.channel import Session
 from inkling.engine.loop import Engine
 from inkling.engine.outbox import Chunk
-from inkling.engine.pages import CacheLayout, Model, PoolLayout, worst_case_pages
+from inkling.engine.pages import CacheLayout, Model, PoolLayout, span_pages, worst_case_pages
 from inkling.engine.request import GenerateRequest, SamplingParams, StopRules
 from inkling.engine.scheduler import EngineLimits
 from inkling.protocol import KEY_WORDS, Kind
@@ -87,10 +87,11 @@ def make_layout(
     page_sizes: tuple[int, int, int] = (4, 4, 2),
     sequences: float | None = None,
     full_pages: int | None = None,
+    boundaries: int = 0,
     kinds: tuple[Kind, ...] = tuple(Kind),
 ) -> CacheLayout:
     """Pools for the worst case of ``sequences`` sequences (all slots when None); ``full_pages``: usable pages of
-    the full kind in place of that."""
+    the full kind in place of that; ``boundaries``: of cached prefixes, whose windowed rows find room beside."""
     empty = tuple(PoolLayout(size, int(kind in kinds)) for kind, size in zip(Kind, page_sizes, strict=True))
     layout = CacheLayout(window, limits.num_draft_tokens, empty, empty)
     count = limits.max_running_sequences if sequences is None else sequences
@@ -105,6 +106,8 @@ def make_layout(
         )
         most = [max(pages, int(pages * count)) for pages in worst]
         most[Kind.FULL] = full_pages or most[Kind.FULL]
+        for kind in (Kind.LOCAL, Kind.CONV):
+            most[kind] += boundaries * span_pages(layout.reach(kind), page_sizes[kind])
         return tuple(
             PoolLayout(pool.page_size, 1 + pages if pool.num_pages else 0)
             for pool, pages in zip(layout.pools(model), most, strict=True)
@@ -125,6 +128,7 @@ class Bench:
         context: int = 128,
         queue: int = 1000,
         chunk: int = 1 << 30,
+        block: int = 0,
         probability: float = 0.7,
         seed: int = 0,
         layout: Callable[[EngineLimits], CacheLayout] = make_layout,
@@ -133,7 +137,7 @@ class Bench:
         model: TrueModel = MODEL,
     ):
         self.model = model
-        self.limits = EngineLimits(context, slots, budget, queue, num_drafts, chunk)
+        self.limits = EngineLimits(context, slots, budget, queue, num_drafts, chunk, block)
         self.layout = layout(self.limits)
         self.target = ScriptedTarget(self.layout, model, max_rows=budget)
         self.draft = ScriptedDraft(
@@ -147,6 +151,9 @@ class Bench:
         self.target_client = FailingClient(self.target, target_failures or {})
         self.draft_client = FailingClient(self.draft, draft_failures or {})
         self.engine = Engine(self.limits, self.layout, self.target_client, self.draft_client, Session(KEY, 1))
+        self.draft.true_ids = lambda slot: next(
+            s.ids for s in self.engine.scheduler.running if s.slot == slot
+        )
         self.sent: list[tuple[GenerateRequest, RecordedReply]] = []
 
     def submit(
@@ -186,8 +193,9 @@ class Bench:
         assert self.pages_free()
 
     def pages_free(self) -> bool:
+        """Nobody holds a page; the prefix cache may keep some."""
         pools = [pool for pools in self.engine.scheduler.allocator.pools.values() for pool in pools]
-        return all(len(pool.free) == pool.num_usable for pool in pools)
+        return all(pool.num_available == pool.num_usable for pool in pools)
 
 
 def random_request(
