@@ -15,9 +15,9 @@ from tests.engine.harness import MODEL, Bench, arrive, make_layout, random_reque
 VOCAB = 23
 
 
-def bench_of(block: int = 8, full_pages: int | None = None, **options) -> Bench:
+def bench_of(block: int = 8, full_pages: int | None = None, boundaries: int = 40, **options) -> Bench:
     def layout(limits):
-        return make_layout(limits, full_pages=full_pages, boundaries=40)
+        return make_layout(limits, full_pages=full_pages, boundaries=boundaries)
 
     return Bench(block=block, layout=layout, **options)
 
@@ -46,7 +46,7 @@ def hit_of(bench: Bench, new: GenerateRequest) -> int:
 @pytest.mark.parametrize("chunk", [1, 3, 1 << 30])
 def test_a_prompt_served_before_is_hit_at_every_boundary(num_drafts: int, chunk: int):
     ids = ids_of(60)
-    bench = bench_of(num_drafts=num_drafts, chunk=chunk)
+    bench = bench_of(num_drafts=num_drafts, chunk=chunk, full_pages=1000, boundaries=400)
     assert hit_of(bench, request(ids, num_drafts=num_drafts)) == 0
     for length in range(1, 60):
         expected = (length - max(1, num_drafts)) // 8 * 8
@@ -103,10 +103,10 @@ def test_the_answer_is_cached_too_but_nothing_past_a_stop():
     bench.run()
     bench.check_answers()
     committed = len(ids) + cut + 1
-    blocks = bench.engine.scheduler.prefixes.blocks
-    assert len(blocks) == (committed - 5) // 8
+    cached = 8 * len(bench.engine.scheduler.prefixes.blocks)
+    assert cached == (committed - 5) // 8 * 8
     follow_up = ids + tokens[: cut + 1] + ids_of(9, seed=3)
-    assert hit_of(bench, request(follow_up, num_drafts=5)) == len(blocks) * 8
+    assert hit_of(bench, request(follow_up, num_drafts=5)) == cached
 
 
 @pytest.mark.parametrize("built", range(4))
