@@ -254,3 +254,37 @@ def test_a_block_must_be_a_multiple_of_every_page_size():
     pools = (PoolLayout(4, 10), PoolLayout(4, 10), PoolLayout(8, 10))
     with pytest.raises(ValueError, match="prefix_block is 12; it must be a multiple of every page size, 8"):
         PrefixCache(CacheLayout(5, 3, pools, pools), 12)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_boundary_in_a_long_draft_window_is_no_hit_for_drafting_sequences(size: int):
+    """A catch-up window stores only the rows before its end; what it ran past is read by nobody."""
+    for seed in range(6):
+        bench = Bench(
+            num_drafts=3,
+            block=8,
+            context=160,
+            probability=0.7,
+            layout=lambda limits: make_layout(limits, page_sizes=(size, size, size), boundaries=200),
+        )
+        random = Random(seed)
+        bench.engine.scheduler.draft_length = lambda s, r=random: s.max_drafts if r.random() < 0.04 else 0
+        ids = ids_of(random.randint(5, 20), seed)
+        long = request(ids, 110)
+        bench.submit(long)
+        bench.run()
+        whole = ids + MODEL.answer(long)[0]
+        for length in range(len(whole), 8, -5):
+            hit_of(bench, request(whole[:length], 6, seed=7))
+        assert bench.engine.scheduler.prefixes.num_hits > 3
+
+
+def test_a_block_of_fewer_depths_inside_a_chain_ends_it():
+    bench = bench_of(num_drafts=3)
+    ids = ids_of(40)
+    hit_of(bench, request(ids))
+    first = next(iter(reversed(bench.engine.scheduler.prefixes.blocks.values())))
+    assert 0 in first.pages[Model.TARGET, 0][1]  # the block of position 0
+    first.num_depths = first.hit_depths = 1
+    assert hit_of(bench, request(ids, num_drafts=1)) == 32
+    assert hit_of(bench, request(ids, num_drafts=3)) == 0
