@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from inkling.errors import RequestError
-from inkling.interface import ASKED_BY, OUTPUTS, InterfaceContext, check_request_parameters, parse_request
+from inkling.interface import ASKED_BY, OUTPUTS, InterfaceContext, parse_request
 from inkling.log_prob_outputs import LOG_PROBS_ASKED_BY
 from inkling.parameters import FIELDS, INPUTS, KEYS, NUMPY_TYPES, STRING
 
@@ -116,15 +116,6 @@ def test_a_feature_to_come_is_refused_by_name(field):
         refused(field.name, "this version takes only", **{field.name: value})
     if field.sampling:
         refused(field.name, "this version takes only", sampling={field.name: value})
-
-
-def test_priority_is_any_32_bit_integer_and_an_input_only():
-    for value in (0, 7, -7, 2**31 - 1, -(2**31)):
-        assert parse(priority=value).request.priority == value
-    with pytest.raises(RequestError, match="'priority' is an input of its own"):
-        parse(sampling={"priority": 1})
-    with pytest.raises(RequestError, match="send it as the input 'priority'"):
-        check_request_parameters({"priority": 1})
 
 
 BOUNDS = [  # field, inside, outside; a step beyond each bound
