@@ -8,13 +8,19 @@ from random import Random
 import pytest
 
 from inkling.engine.pages import CacheLayout, PoolLayout
-from inkling.engine.request import GenerateRequest, StopRules
+from inkling.engine.request import GenerateRequest, SamplingParams, StopRules
 from inkling.protocol import Kind
 from tests.engine.scripted import References, ScriptedDraft
 from tests.in_process import GENERATION, LocalModels, generate
-from tests.test_promise import CHECKPOINTS, DEMO, SETTINGS, write_random_checkpoint
+from tests.test_promise import CHECKPOINTS, DEMO, write_random_checkpoint
+from tests.test_promise import SETTINGS as PLAIN
 
 BLOCK = 64  # the page size of the attention kinds
+SETTINGS = (
+    *PLAIN,
+    SamplingParams(repetition_penalty=1.3),  # the history of a resumed or half cached prompt must be whole
+    SamplingParams(temperature=0.8, seed=9, presence_penalty=0.9, frequency_penalty=0.4),
+)
 NUM_REQUESTS = 20
 
 

@@ -17,7 +17,6 @@ import numpy as np
 
 from inkling.engine.channel import Channel, Session, records
 from inkling.engine.clients import DraftClient, TargetClient
-from inkling.engine.draft_window import Window
 from inkling.engine.log_probs import TokenLogProb, take_log_probs
 from inkling.engine.outbox import Assembler, Outbox, Reply, Sender
 from inkling.engine.pages import CacheLayout
@@ -171,7 +170,7 @@ class Engine:
             self._retire()
             self._admit()
             if plan := self.scheduler.plan():
-                self._run(*self._secure_target(plan))
+                self._run(plan)
         except Exception as error:
             _log.exception("step %d failed; %d requests end", self._step, len(self._open))
             error.__traceback__ = error.__context__ = error.__cause__ = (
@@ -182,7 +181,9 @@ class Engine:
             )
         return self.scheduler.has_work
 
-    def _run(self, plan: list[Segment], pages: list[int]) -> None:
+    def _run(self, plan: list[Segment]) -> None:
+        pages = self._secure([s.target_pass() for s in plan])
+        plan = [s for s in plan if s.sequence.phase is Phase.RUNNING]
         if plan:  # else all of them gave way to others, which run next
             tokens, hidden, scores = self._run_target(plan, pages)
             self._verify(plan, tokens)
@@ -227,12 +228,6 @@ class Engine:
             with self._changed:
                 self.scheduler.requeue(preempted)
         return words
-
-    def _secure_target(self, plan: list[Segment]) -> tuple[list[Segment], list[int]]:
-        """The segments that have pages, and the words of the page records."""
-        passes = [PlannedPass(s.sequence, s.sequence.target_pages, s.first, s.first + s.rows) for s in plan]
-        pages = self._secure(passes)
-        return [s for s in plan if s.sequence.phase is Phase.RUNNING], pages
 
     def _run_target(self, plan: list[Segment], pages: list[int]) -> tuple[list[int], Any, np.ndarray | None]:
         self._step = self._step % MAX_STEP + 1
@@ -290,36 +285,21 @@ class Engine:
                 sequence.num_computed = min(sequence.num_computed, len(sequence.ids))  # not past the cut
                 self._end(sequence)
 
-    def _plan_windows(self, plan: list[Segment]) -> tuple[list[tuple[Segment, int, Window]], list[int]]:
-        """The draft windows of a step, each with its segment and the segment's first row, and the words of
-        their page records."""
-        windows: list[tuple[Segment, int, Window]] = []
-        row = 0
-        for segment in plan:
-            sequence = segment.sequence
-            if sequence.window is not None and sequence.max_drafts:
-                waiting = sequence.num_uncomputed > 1  # more prompt
-                num_drafts = 0 if waiting else self.scheduler.draft_length(sequence)
-                window = sequence.window.plan(sequence.num_computed, len(sequence.ids), num_drafts)
-                windows.append((segment, row, window))
-            row += segment.rows
-        pages = self._secure(
-            [
-                PlannedPass(s.sequence, s.sequence.draft_pages, window.first, window.end)
-                for s, _, window in windows
-                if window.end > window.first
-            ]
-        )
-        return [w for w in windows if w[0].sequence.phase is Phase.RUNNING], pages
-
     def _run_draft(self, plan: list[Segment], hidden: Any) -> None:
         segments: list[int] = []
         ids: list[int] = []
         drafting: list[tuple[Sequence, int]] = []
-        windows, pages = self._plan_windows(plan)
-        for segment, row, window in windows:
-            sequence = segment.sequence
-            segments += (sequence.slot, row, segment.first, sequence.num_computed - segment.first)
+        windows = self.scheduler.plan_windows(plan)
+        pages = self._secure([w.draft_pass() for w in windows if w.window.end > w.window.first])
+        for segment, hidden_row, window in windows:
+            if (sequence := segment.sequence).phase is not Phase.RUNNING:  # gave way
+                continue
+            segments += (
+                sequence.slot,
+                hidden_row,
+                segment.first,
+                sequence.num_computed - segment.first,
+            )
             segments += (window.first, window.end, window.depths, window.drafts, window.num_known)
             ids += sequence.ids[window.first + 1 : window.first + 1 + window.num_known]
             drafting.append((sequence, window.drafts))

@@ -119,7 +119,10 @@ class PrefixCache:
         self, sequence: Sequence, target_pages: SequencePages, draft_pages: SequencePages | None
     ) -> int:
         """Puts the longest hit into empty tables; returns its length, 0 for none."""
-        hit = self._longest_hit(sequence) if self.block else []
+        takes_hits = (
+            self.block and not sequence.request.prompt_log_probs
+        )  # those come from rows computed here
+        hit = self._longest_hit(sequence) if takes_hits else []
         length = len(hit) * self.block
         sequence.trail.restart(length)
         for model, pages in ((Model.TARGET, target_pages), (Model.DRAFT, draft_pages)):

@@ -6,7 +6,9 @@ from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from operator import attrgetter
+from typing import NamedTuple
 
+from inkling.engine.draft_window import Window
 from inkling.engine.log_probs import TokenLogProb
 from inkling.engine.pages import (
     CacheLayout,
@@ -62,6 +64,16 @@ class EngineLimits:
 
 
 @dataclass(slots=True)
+class PlannedPass:
+    """Rows [first, end) that a model is about to run for ``sequence``."""
+
+    sequence: Sequence
+    pages: SequencePages  # of that model
+    first: int
+    end: int
+
+
+@dataclass(slots=True)
 class Segment:
     """One sequence's part of a step: target rows [first, first + rows), the last ``draws`` of them drawn
     from."""
@@ -79,15 +91,20 @@ class Segment:
     def num_drafts(self) -> int:
         return max(0, self.draws - 1)
 
+    def target_pass(self) -> PlannedPass:
+        return PlannedPass(self.sequence, self.sequence.target_pages, self.first, self.first + self.rows)
 
-@dataclass(slots=True)
-class PlannedPass:
-    """Rows [first, end) that a model is about to run for ``sequence``."""
 
-    sequence: Sequence
-    pages: SequencePages  # of that model
-    first: int
-    end: int
+class PlannedWindow(NamedTuple):
+    """The draft window that follows a segment, whose target states begin at ``hidden_row`` of the step's."""
+
+    segment: Segment
+    hidden_row: int
+    window: Window
+
+    def draft_pass(self) -> PlannedPass:
+        sequence = self.segment.sequence
+        return PlannedPass(sequence, sequence.draft_pages, self.window.first, self.window.end)
 
 
 class Scheduler:
@@ -215,6 +232,19 @@ class Scheduler:
             spare -= rows
             plan.append(self._segment(sequence, rows))
         return plan
+
+    def plan_windows(self, plan: list[Segment]) -> list[PlannedWindow]:
+        """The draft windows after a step's target call; an empty one where entries wait for later ids."""
+        windows, row = [], 0
+        for segment in plan:
+            sequence = segment.sequence
+            if sequence.window is not None and sequence.max_drafts:
+                waiting = sequence.num_uncomputed > 1  # more prompt
+                num_drafts = 0 if waiting else self.draft_length(sequence)
+                window = sequence.window.plan(sequence.num_computed, len(sequence.ids), num_drafts)
+                windows.append(PlannedWindow(segment, row, window))
+            row += segment.rows
+        return windows
 
     def draft_length(self, sequence: Sequence) -> int:
         """How many tokens to draft for ``sequence`` next; any number up to ``sequence.max_drafts`` is exact.

@@ -10,7 +10,7 @@ import pytest
 from inkling.engine.pages import CacheLayout, Model, PoolLayout
 from inkling.engine.prefix_cache import PrefixCache
 from inkling.engine.request import GenerateRequest, SamplingParams, StopRules
-from tests.engine.harness import MODEL, Bench, arrive, make_layout, random_request
+from tests.engine.harness import MODEL, Bench, RecordedReply, arrive, make_layout, random_request
 
 VOCAB = 23
 
@@ -288,3 +288,13 @@ def test_a_block_of_fewer_depths_inside_a_chain_ends_it():
     first.num_depths = first.hit_depths = 1
     assert hit_of(bench, request(ids, num_drafts=1)) == 32
     assert hit_of(bench, request(ids, num_drafts=3)) == 0
+
+
+@pytest.mark.parametrize(("prompt_log_probs", "expected"), [(0, 32), (1, 0)])
+def test_a_request_for_prompt_log_probs_takes_no_hit(prompt_log_probs: int, expected: int):
+    bench = bench_of(num_drafts=3)
+    hit_of(bench, request(ids_of(40)))
+    new = dataclasses.replace(request(ids_of(40)), prompt_log_probs=prompt_log_probs)
+    sequence = bench.engine.submit(new, RecordedReply())
+    assert bench.engine.scheduler.admit() == [sequence]
+    assert sequence.num_computed == expected
