@@ -10,7 +10,7 @@ from inkling.checkpoint import Checkpoint
 from inkling.config import ModelConfig
 from inkling.engine.pages import CacheLayout
 from inkling.errors import SettingsError
-from inkling.memory import cache_layout
+from inkling.memory import PAGE_SIZES, cache_layout
 from inkling.settings import Settings
 from inkling.tensors import draft_tensors, target_tensors
 
@@ -45,6 +45,11 @@ class Deployment:
             )
         if settings.device == "cuda":
             raise SettingsError("device is 'cuda'; the CUDA kernels do not exist yet, use cpu")
+        largest = max(PAGE_SIZES.values())
+        if settings.prefix_block % largest:
+            raise SettingsError(
+                f"prefix_block is {settings.prefix_block}; it must be a multiple of {largest}"
+            )
         dtype = getattr(torch, settings.torch_dtype_name)
         layout = cache_layout(
             config,
@@ -54,6 +59,7 @@ class Deployment:
             max_sequences=settings.max_running_sequences,
             max_length=context,
             max_chunk=settings.max_tokens_per_step,
+            max_prefixes=2 * settings.max_running_sequences if settings.prefix_cache == "on" else 0,
         )
         return cls(
             settings,

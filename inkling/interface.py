@@ -131,6 +131,7 @@ def parse_request(
         sampling=read_sampling(given, stop, context),
         stop=stop,
         num_draft_tokens=_read_num_drafts(given, context),
+        priority=get("priority", 0),
         timeout_us=_sooner(get("timeout_ms", 0) * 1000, timeout_us),
         log_probs=log_probs.log_probs,
         prompt_log_probs=log_probs.prompt_log_probs,

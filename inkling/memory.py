@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from inkling.config import AttentionGeometry, ModelConfig
-from inkling.engine.pages import CacheLayout, Model, PoolLayout, worst_case_pages
+from inkling.engine.pages import CONV_TAPS, CacheLayout, Model, PoolLayout, worst_case_pages
 from inkling.errors import SettingsError
 from inkling.protocol import Kind
 from inkling.tensors import MTP, TensorSpec, depth_tensors, draft_tensors, target_tensors
@@ -101,12 +101,15 @@ def cache_layout(
     max_sequences: int,
     max_length: int,
     max_chunk: int,
+    max_prefixes: int = 0,
     page_size: Mapping[Kind, int] = PAGE_SIZES,
 ) -> CacheLayout:
     """Divides ``cache_bytes`` among the pools of target and draft.
 
-    Windowed pools serve ``max_sequences`` of ``max_length`` rows; full attention takes the rest, the same
-    number of pages in both models, up to as many sequences. ``SettingsError`` when no full page is left.
+    Windowed pools serve ``max_sequences`` of ``max_length`` rows, and the rows before the ends of up to
+    ``max_prefixes`` cached prefixes, as far as a quarter of what is left pays for them; full attention takes the
+    rest, the same number of pages in both models, up to as many sequences. ``SettingsError`` when no full page is
+    left.
     """
     window = config.local.window
     assert window is not None
@@ -115,6 +118,16 @@ def cache_layout(
     # page 0 of every pool is the null page
     count = {model: {kind: n and 1 + max_sequences * n for kind, n in need[model].items()} for model in Model}
     windowed = sum(count[m][kind] * size[m][kind] for m in Model for kind in (Kind.LOCAL, Kind.CONV))
+    reach = {Kind.LOCAL: window - 1, Kind.CONV: CONV_TAPS - 1}
+    rows = {
+        kind: -(-positions // page_size[kind]) for kind, positions in reach.items()
+    }  # they end with a page
+    prefix_bytes = sum(rows[kind] * size[m][kind] for m in Model for kind in rows)
+    num_prefixes = min(max_prefixes, max(0, cache_bytes - windowed) // 4 // prefix_bytes)
+    for model in Model:
+        for kind in rows:
+            count[model][kind] += num_prefixes * rows[kind] if count[model][kind] else 0
+    windowed += num_prefixes * prefix_bytes
     full_bytes = sum(size[model][Kind.FULL] for model in Model)
     full_pages = (cache_bytes - windowed) // full_bytes if full_bytes else 0
     least = windowed + 2 * full_bytes

@@ -90,6 +90,7 @@ FIELDS = (
     Field("timeout_ms", INT32, absent="none, as 0", sampling=False),
     # how it is computed and sent
     Field("num_draft_tokens", INT32, absent="the deployment's"),
+    Field("priority", INT32, low=-(2**31), absent="0; larger goes first", sampling=False),
     _flag("stream", sampling=False),
     _flag("exclude_input_in_output", absent="true", sampling=False),
     _flag("skip_special_tokens", absent="true", tensor=False),
@@ -105,7 +106,6 @@ FIELDS = (
     Field("logprobs", INT32, high=MAX_LOG_PROBS, absent="none", tensor=False),
     Field("prompt_logprobs", INT32, high=MAX_LOG_PROBS, absent="none", tensor=False),
     # features to come: neutral values only
-    Field("priority", INT32, sampling=False, neutral=(0,)),
     # chat, with messages
     Field("reasoning_effort", ANY_JSON, tensor=False),  # checked with them
     # one answer a request, by sampling

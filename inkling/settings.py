@@ -32,6 +32,8 @@ class Settings:
     max_prompt_chunk: int = 0  # rows of one prompt in a step; 0: all that max_tokens_per_step allows
     max_queued_requests: int = 256  # waiting requests; one more is answered UNAVAILABLE
     cache_bytes: int = 1 << 30  # all caches of target and draft together
+    prefix_cache: str = "on"  # on | off: reuse of cached prefixes. Never changes an answer
+    prefix_block: int = 256  # positions that a reused prefix is a multiple of; itself a multiple of 64
     threads: int = 0  # torch threads of target and draft; 0: half of the cores. Part of the promise
     tensor_parallel_size: int = 1
     run_dir: str = ""  # parent of the run folder; empty: the system's temporary directory
@@ -45,6 +47,8 @@ class Settings:
         )
         _check(self.draft_length in ("fixed", "auto"), "draft_length", self.draft_length, "fixed or auto")
         _check(self.num_draft_tokens >= -1, "num_draft_tokens", self.num_draft_tokens, "-1 or more")
+        _check(self.prefix_cache in ("on", "off"), "prefix_cache", self.prefix_cache, "on or off")
+        _check(self.prefix_block > 0, "prefix_block", self.prefix_block, "1 or more")
         _check(self.max_context >= 0, "max_context", self.max_context, "0 or more")
         _check(self.tensor_parallel_size == 1, "tensor_parallel_size", self.tensor_parallel_size, "1 for now")
         for name in ("max_running_sequences", "max_tokens_per_step", "max_queued_requests", "cache_bytes"):

@@ -14,6 +14,7 @@ from inkling.deployment import Deployment
 from inkling.engine.channel import Session
 from inkling.engine.clients import DraftClient
 from inkling.engine.loop import Engine
+from inkling.engine.pages import CacheLayout
 from inkling.engine.request import GenerateRequest
 from inkling.engine.scheduler import EngineLimits, Segment
 from inkling.model.load import load_draft_runner, load_target_runner
@@ -50,13 +51,18 @@ class LocalModels:
     def num_depths(self) -> int:
         return self.deployment.num_draft_tokens
 
-    def engine(self, draft: DraftClient | None = None, **limits: int) -> CountingEngine:
-        """An engine whose loop the caller steps. ``draft`` replaces the depths; ``limits``: EngineLimits fields."""
+    def engine(
+        self, draft: DraftClient | None = None, layout: CacheLayout | None = None, **limits: int
+    ) -> CountingEngine:
+        """An engine whose loop the caller steps. ``draft`` replaces the depths; ``layout`` the deployment's, with
+        fewer pages; ``limits``: EngineLimits fields."""
         deployment = self.deployment
         limits = replace(
             EngineLimits.of(deployment.settings, deployment.max_context, self.num_depths), **limits
         )
-        engine = CountingEngine(limits, deployment.layout, self.target, draft or self.draft, SESSION)
+        engine = CountingEngine(
+            limits, layout or deployment.layout, self.target, draft or self.draft, SESSION
+        )
         engine.verified = Counter()
         return engine
 

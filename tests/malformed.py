@@ -150,7 +150,6 @@ REACHES_US = (
     _sampling('{"logit_bias": {"999999999": 1}}', "logit_bias is 999999999", "[0, "),
     _sampling('{"prompt_logprobs": true}', "prompt_logprobs is True", "an integer"),
     # features to come
-    _input("priority", 3, "is 3", "only 0"),
     # one setting, two values
     Case("two seeds", ("seed is 1", "random_seed is 2", "give one"), {"seed": 1, "random_seed": 2}),
     Case("two temperatures", ("temperature is 0.5", "sampling_parameters.temperature is 1.0", "give one"),

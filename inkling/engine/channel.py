@@ -128,7 +128,7 @@ class Channel:
         }
 
     def _reopening(self, message: TargetStep | DraftStep) -> TargetStep | DraftStep:
-        fresh = {(slot, kind, index) for slot, kind, index, _, _ in message.pages.tolist()}
+        fresh = {(slot, kind, index) for slot, kind, index, _, is_fresh in message.pages.tolist() if is_fresh}
         pages: list[int] = []
         for slot, sequence in self._open.items():
             tables = sequence.target_pages if self._kind is TargetStep else sequence.draft_pages

@@ -47,7 +47,9 @@ class Load:
     max_rows: int  # of a target call
     plain: int = 0  # sequences that draft nothing
     drafting: Counter[int] = field(default_factory=Counter)  # most drafts -> sequences that may draft so many
-    asked: Counter[int] = field(default_factory=Counter)  # the same, had nobody given up depths; also of ``plain``
+    asked: Counter[int] = field(
+        default_factory=Counter
+    )  # the same, had nobody given up depths; also of ``plain``
     prompt_rows: int = 0  # of the step just run; the next has about as many
     entries: int = 0  # that wait in the windows, over all sequences
     depths: int = 0  # the most that a sequence keeps
@@ -77,8 +79,8 @@ class DraftLength:
     def target_ran(self, rows: int, prompt_rows: int) -> None:
         """After the target's call."""
 
-    def draft_ran(self, depths: int, rows: int, prompt_rows: int) -> None:
-        """After the draft's: its deepest window, and rows over all depths."""
+    def draft_ran(self, segments: list[int]) -> None:
+        """After the draft's, with the words of its segments (``DraftStep.segments``)."""
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
         """One sequence's drafts of a step, and how many stood."""
@@ -109,7 +111,9 @@ class AutoDraftLength(DraftLength):
         self._started = self._step_started = 0.0
         self._called_s = 0.0  # seconds of both calls since ``_step_started``
         self._steps = 0  # choices so far
-        self._first_lengths = 2 * list(range(num_depths + 1))  # at first all are tried twice, the longest first
+        self._first_lengths = 2 * list(
+            range(num_depths + 1)
+        )  # at first all are tried twice, the longest first
         self._next_trial = self._trial = 0
         self._reviewed: tuple[int, tuple[int, int, int]] = (-REVIEW_STEPS, (0, 0, 0))
         self._rates: list[float] = []  # tokens per second by length, of the sequences as they are
@@ -130,11 +134,16 @@ class AutoDraftLength(DraftLength):
         if prompt_rows <= MAX_PROMPT_SHARE * rows:
             self.costs.target.add(rows, seconds)
 
-    def draft_ran(self, depths: int, rows: int, prompt_rows: int) -> None:
+    def draft_ran(self, segments: list[int]) -> None:
         seconds = self._clock() - self._started
         self._called_s += seconds
+        deepest = rows = prompt_rows = 0
+        for first, end, depths, drafts in zip(*(segments[word::9] for word in (4, 5, 6, 7)), strict=True):
+            deepest = max(deepest, depths)
+            rows += depths * (end - first)
+            prompt_rows += 0 if drafts else depths * (end - first)
         if prompt_rows <= MAX_PROMPT_SHARE * rows:
-            self.costs.add_draft(depths, rows / max(1, depths), seconds)
+            self.costs.add_draft(deepest, rows / max(1, deepest), seconds)
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
         self._counts[num_drafts, num_accepted] += 1

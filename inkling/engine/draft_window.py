@@ -32,9 +32,10 @@ class DraftWindow:
 
     __slots__ = ("num_depths", "final", "_chained_at")
 
-    def __init__(self, num_depths: int):
+    def __init__(self, num_depths: int, final: int = 0):
+        """``final`` > 0: the caches already hold so many final entries, of a shared prefix."""
         self.num_depths = num_depths
-        self.final = 0
+        self.final = final
         self._chained_at: int | None = None  # E of the last window if its D_s depths ran on drafts
 
     def plan(self, num_entries: int, num_known_ids: int, num_drafts: int) -> Window:

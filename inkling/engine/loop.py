@@ -22,7 +22,7 @@ from inkling.engine.log_probs import TokenLogProb, take_log_probs
 from inkling.engine.outbox import Assembler, Outbox, Reply, Sender
 from inkling.engine.pages import CacheLayout
 from inkling.engine.request import GenerateRequest
-from inkling.engine.scheduler import EngineLimits, Scheduler, Segment
+from inkling.engine.scheduler import EngineLimits, PlannedPass, Scheduler, Segment
 from inkling.engine.sequence import Phase, Sequence
 from inkling.engine.verify import accepted_prefix
 from inkling.errors import CancelledError, DrainingError, InklingError, ModelError, RequestError
@@ -171,12 +171,7 @@ class Engine:
             self._retire()
             self._admit()
             if plan := self.scheduler.plan():
-                tokens, hidden, scores = self._run_target(plan)
-                self._verify(plan, tokens)
-                take_log_probs(plan, scores)
-                self._commit(plan)
-                self._reply(plan)
-                self._run_draft(plan, hidden)
+                self._run(plan)
         except Exception as error:
             _log.exception("step %d failed; %d requests end", self._step, len(self._open))
             error.__traceback__ = error.__context__ = error.__cause__ = (
@@ -186,6 +181,17 @@ class Engine:
                 error if isinstance(error, InklingError) else InklingError(f"the engine failed: {error!r}")
             )
         return self.scheduler.has_work
+
+    def _run(self, plan: list[Segment]) -> None:
+        pages = self._secure([s.target_pass() for s in plan])
+        plan = [s for s in plan if s.sequence.phase is Phase.RUNNING]
+        if plan:  # else all of them gave way to others, which run next
+            tokens, hidden, scores = self._run_target(plan, pages)
+            self._verify(plan, tokens)
+            take_log_probs(plan, scores)
+            self._commit(plan)
+            self._reply(plan)
+            self._run_draft(plan, hidden)
 
     def _retire(self) -> None:
         """Ends what was cancelled or is past its deadline."""
@@ -213,17 +219,26 @@ class Engine:
             if sequence.num_depths:
                 self._to_draft.open(sequence)
 
-    def _run_target(self, plan: list[Segment]) -> tuple[list[int], Any, np.ndarray | None]:
+    def _secure(self, passes: list[PlannedPass]) -> list[int]:
+        """Words of the page records for ``passes``. Sequences that lost theirs are waiting again."""
+        words, preempted = self.scheduler.secure(passes)
+        for sequence in preempted:
+            self._to_target.close(sequence)
+            self._to_draft.close(sequence)
+        if preempted:
+            with self._changed:
+                self.scheduler.requeue(preempted)
+        return words
+
+    def _run_target(self, plan: list[Segment], pages: list[int]) -> tuple[list[int], Any, np.ndarray | None]:
         self._step = self._step % MAX_STEP + 1
         segments: list[int] = []
         ids: list[int] = []
-        pages: list[int] = []
         scores: list[int] = []
         num_draws = 0
         wants_log_probs = False
         for segment in plan:
             sequence, first, rows = segment.sequence, segment.first, segment.rows
-            sequence.target_pages.cover(first, first + rows, sequence.slot, pages)
             segments += (sequence.slot, first, rows, segment.draws)
             for position in sequence.unscored(first, rows):
                 scores += (len(ids) + position - first, sequence.ids[position + 1])
@@ -270,6 +285,7 @@ class Engine:
                 self._end(sequence, InklingError(f"the text could not be assembled: {error!r}"))
                 continue
             segment.log_probs = segment.log_probs[: len(segment.emitted)]
+            self.scheduler.prefixes.record(sequence)
             sequence.total_draft_tokens += segment.num_drafts
             sequence.total_accepted_draft_tokens += min(segment.accepted, len(segment.emitted))
             if sequence.finish_reason:
@@ -279,28 +295,18 @@ class Engine:
     def _run_draft(self, plan: list[Segment], hidden: Any) -> None:
         segments: list[int] = []
         ids: list[int] = []
-        pages: list[int] = []
         drafting: list[tuple[Sequence, int]] = []
-        row = deepest = entries = prompt_entries = 0
         lengths = self.scheduler.lengths
         for sequence in choose_lengths(lengths, plan, self.limits.max_tokens_per_step):
             self._to_draft.close(sequence)
-        for segment in plan:
-            sequence, hidden_row = segment.sequence, row
-            row += segment.rows
-            if sequence.window is None or sequence.max_drafts == 0:
+        windows = self.scheduler.plan_windows(plan)
+        pages = self._secure([w.draft_pass() for w in windows if w.window.end > w.window.first])
+        for segment, hidden_row, window in windows:
+            if (sequence := segment.sequence).phase is not Phase.RUNNING:  # gave way
                 continue
-            waiting = sequence.num_uncomputed > 1  # more prompt
-            num_drafts = 0 if waiting else self.scheduler.draft_length(sequence)
-            window = sequence.window.plan(sequence.num_computed, len(sequence.ids), num_drafts)
-            if window.end > window.first:
-                sequence.draft_pages.cover(window.first, window.end, sequence.slot, pages)
             segments += (sequence.slot, hidden_row, segment.first, sequence.num_computed - segment.first)
             segments += (window.first, window.end, window.depths, window.drafts, window.num_known)
             ids += sequence.ids[window.first + 1 : window.first + 1 + window.num_known]
-            deepest = max(deepest, window.depths)
-            entries += window.depths * (window.end - window.first)
-            prompt_entries += waiting * window.depths * (window.end - window.first)
             drafting.append((sequence, window.drafts))
         if not drafting:
             return
@@ -309,7 +315,7 @@ class Engine:
         drafts = self._to_draft.exchange(
             self._step, records(segments, 9), ids, pages, lambda control: step(control, hidden)
         ).tolist()
-        lengths.draft_ran(deepest, entries, prompt_entries)
+        lengths.draft_ran(segments)
         if len(drafts) != sum(n for _, n in drafting):
             raise ModelError(
                 f"the draft returned {len(drafts)} tokens in step {self._step}; "
@@ -319,6 +325,7 @@ class Engine:
         for sequence, num_drafts in drafting:
             sequence.drafts = drafts[start : start + num_drafts]
             start += num_drafts
+            self.scheduler.prefixes.record(sequence)
 
     def _reply(self, plan: list[Segment]) -> None:
         ready = []
@@ -343,16 +350,9 @@ class Engine:
                 return
         sequence.cum_log_prob = sum((scored.log_prob for scored in log_probs), sequence.cum_log_prob)
         is_first = len(emitted) == sequence.num_emitted > 0
-        sequence.outbox.push(
-            emitted,
-            text,
-            finish_reason,
-            sequence.total_draft_tokens,
-            sequence.total_accepted_draft_tokens,
-            log_probs,
-            sequence.cum_log_prob,
-            sequence.prompt_log_probs if is_first and sequence.request.prompt_log_probs else None,
-        )
+        prompt = sequence.prompt_log_probs if is_first and sequence.request.prompt_log_probs else None
+        counts = sequence.total_draft_tokens, sequence.total_accepted_draft_tokens
+        sequence.outbox.push(emitted, text, finish_reason, *counts, log_probs, sequence.cum_log_prob, prompt)
 
     def _post(self, sequences: list[Sequence]) -> None:
         self.sender.post([sequence.outbox for sequence in sequences])

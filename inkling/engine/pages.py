@@ -1,5 +1,9 @@
 """Pages of the paged caches: who holds which, and how many a request can need at most.
 
+Pages are taken when a pass needs them. Several tables may hold one page (a shared prefix; nobody writes it), and
+the prefix cache may keep a page that no table holds any more: such an idle page is free for the taking, once the
+cache has let go of it.
+
 A cache kind is a pool of pages; a sequence has one page table per model and kind. Windowed kinds hold only
 what a later row can read, so their tables have holes. The engine owns the tables and tells the models of
 changes; a freed page is not announced, because no later row reads or writes its positions.
@@ -75,28 +79,76 @@ def worst_case_pages(
     return tuple(pages)
 
 
-class PagePool:
-    """Free pages of one kind of one model. Admission reserves; a sequence takes no more than it reserved."""
+class PagesExhaustedError(InklingError):
+    """A pool has no free page. The scheduler makes room; nobody else sees this."""
 
-    def __init__(self, name: str, layout: PoolLayout):
+    def __init__(self, pool: PagePool):
+        super().__init__(f"{pool.name}: all {pool.num_usable} pages are taken")
+        self.pool = pool
+
+
+class PagePool:
+    """The pages of one kind of one model."""
+
+    def __init__(self, name: str, kind: Kind, layout: PoolLayout):
         self.name = name
+        self.kind = kind
         self.page_size = layout.page_size
         self.num_usable = max(0, layout.num_pages - 1)
-        self.num_reserved = 0
         self.free = list(range(self.num_usable, 0, -1))
+        self.users = [0] * (self.num_usable + 1)  # tables that hold the page
+        self.keeps = [0] * (self.num_usable + 1)  # entries of the prefix cache that do
+        self.num_idle = 0  # pages without a user that the prefix cache keeps
+
+    @property
+    def num_available(self) -> int:
+        return len(self.free) + self.num_idle
 
     def take(self) -> int:
         if not self.free:
-            raise InklingError(
-                f"{self.name}: all {self.num_usable} pages are taken although admission reserves them"
-            )
-        return self.free.pop()
+            raise PagesExhaustedError(self)
+        page = self.free.pop()
+        self.users[page] = 1
+        return page
+
+    def share(self, page: int) -> None:
+        """One more table holds ``page``, which somebody holds or keeps."""
+        self.num_idle -= self.users[page] == 0
+        self.users[page] += 1
+
+    def drop(self, page: int) -> None:
+        """One table less holds ``page``."""
+        self.users[page] -= 1
+        if self.users[page] == 0:
+            if self.keeps[page]:
+                self.num_idle += 1
+            else:
+                self.free.append(page)
+
+    def keep(self, page: int) -> None:
+        self.keeps[page] += 1
+
+    def unkeep(self, page: int) -> None:
+        self.keeps[page] -= 1
+        if self.keeps[page] == 0 and self.users[page] == 0:
+            self.num_idle -= 1
+            self.free.append(page)
 
 
 class PageTable:
     """The live pages of one sequence in one pool: index in the table -> page."""
 
-    __slots__ = ("pool", "kind", "reach", "keep", "pages", "backed_from", "backed_to", "release_from")
+    __slots__ = (
+        "pool",
+        "kind",
+        "reach",
+        "keep",
+        "pages",
+        "backed_from",
+        "backed_to",
+        "release_from",
+        "adopted",
+    )
 
     def __init__(self, pool: PagePool, kind: Kind, reach: int | None, num_draft_tokens: int):
         self.pool = pool
@@ -106,12 +158,21 @@ class PageTable:
         self.pages: dict[int, int] = {}
         self.backed_from = self.backed_to = 0  # positions that the last ``cover`` backed, whole pages
         self.release_from = 0  # a pass that reads nothing below this position frees the oldest page
+        self.adopted = False  # holds shared pages that the model has not been told of
+
+    def adopt(self, pages: dict[int, int]) -> None:
+        """Holds pages of a shared prefix, in an empty table; the next ``cover`` announces them."""
+        for page in pages.values():
+            self.pool.share(page)
+        self.pages.update(pages)
+        self.adopted = bool(self.pages)
 
     def cover(self, first: int, end: int, slot: int, updates: list[int]) -> None:
         """Backs the rows that a pass over [first, end) stores: all, or in a windowed kind the last ``keep``.
 
         Frees the pages that neither it nor a later pass reads. Appends (slot, kind, index, page, 1) to
-        ``updates`` for every new page.
+        ``updates`` for every new page. Raises PagesExhaustedError; what was taken until then stays in the table
+        and in ``updates``, and the same call may be made again.
         """
         start, oldest = first, 0
         if self.reach is not None:
@@ -121,6 +182,10 @@ class PageTable:
         size = self.pool.page_size
         if self.reach is not None and oldest >= self.release_from:
             self._free_below(oldest // size)
+        if self.adopted:
+            self.adopted = False
+            for index, page in self.pages.items():
+                updates += (slot, self.kind, index, page, 0)
         indices = range(start // size, (end - 1) // size + 1)
         for index in indices:
             if index not in self.pages:
@@ -131,25 +196,31 @@ class PageTable:
 
     def _free_below(self, lowest: int) -> None:
         for index in [i for i in self.pages if i < lowest]:
-            self.pool.free.append(self.pages.pop(index))
+            self.pool.drop(self.pages.pop(index))
 
     def release(self) -> None:
-        self.pool.free.extend(self.pages.values())
+        for page in self.pages.values():
+            self.pool.drop(page)
         self.pages.clear()
 
 
 class SequencePages:
-    """The page tables of one sequence in one model, and what was reserved for them."""
+    """The page tables of one sequence in one model, and the pass they were last made ready for."""
 
-    __slots__ = ("tables", "reserved")
+    __slots__ = ("tables", "first", "end")
 
-    def __init__(self, tables: tuple[PageTable, ...], reserved: tuple[int, ...]):
+    def __init__(self, tables: tuple[PageTable, ...]):
         self.tables = tables
-        self.reserved = reserved
+        self.first = self.end = 0
 
     def cover(self, first: int, end: int, slot: int, updates: list[int]) -> None:
         for table in self.tables:
             table.cover(first, end, slot, updates)
+        self.first, self.end = first, end
+
+    def release(self) -> None:
+        for table in self.tables:
+            table.release()
 
     def records(self, slot: int, fresh: set[tuple[int, int, int]]) -> list[int]:
         """Page records of all live pages; ``fresh``: the (slot, kind, index) whose pages are to be zeroed."""
@@ -167,54 +238,53 @@ class PageAllocator:
         self.layout = layout
         self.pools = {
             model: tuple(
-                PagePool(f"{model.name.lower()} {kind.name.lower()} cache", pool)
+                PagePool(f"{model.name.lower()} {kind.name.lower()} cache", kind, pool)
                 for kind, pool in zip(Kind, layout.pools(model), strict=True)
             )
             for model in Model
         }
 
-    def shortage(self, model: Model, pages: tuple[int, ...], empty: bool = False) -> str:
-        """Why ``pages`` per kind cannot be reserved, now or (``empty``) ever; empty when they can."""
+    def shortage(self, model: Model, pages: tuple[int, ...]) -> str:
+        """Why ``pages`` per kind do not fit empty pools; empty when they do."""
         for pool, wanted in zip(self.pools[model], pages, strict=True):
-            if wanted > pool.num_usable - (0 if empty else pool.num_reserved):
+            if wanted > pool.num_usable:
                 return f"{wanted} pages of the {pool.name}, which has {pool.num_usable}"
         return ""
 
-    def reserve(self, model: Model, pages: tuple[int, ...]) -> SequencePages:
-        """Tables of a new sequence that takes at most ``pages`` per kind. Call when nothing is short."""
-        layout, tables = self.layout, []
-        for kind, pool, wanted in zip(Kind, self.pools[model], pages, strict=True):
-            pool.num_reserved += wanted
-            if pool.num_usable:
-                tables.append(PageTable(pool, kind, layout.reach(kind), layout.num_draft_tokens))
-        return SequencePages(tuple(tables), pages)
+    def tables(self, model: Model) -> SequencePages:
+        """Empty tables of a new sequence."""
+        layout = self.layout
+        return SequencePages(
+            tuple(
+                PageTable(pool, kind, layout.reach(kind), layout.num_draft_tokens)
+                for kind, pool in zip(Kind, self.pools[model], strict=True)
+                if pool.num_usable
+            )
+        )
 
-    def release(self, model: Model, pages: SequencePages) -> None:
-        for pool, reserved in zip(self.pools[model], pages.reserved, strict=True):
-            pool.num_reserved -= reserved
-        for table in pages.tables:
-            table.release()
-
-    def check_integrity(self, live: Iterable[tuple[Model, SequencePages]]) -> None:
-        """Raises InklingError unless every page is free or held by exactly one table of ``live``, no table
-        holds more than its reservation, and the reservations add up."""
-        held = {(model, kind): [] for model in Model for kind in Kind}
-        reserved = {(model, kind): 0 for model in Model for kind in Kind}
-        for model, pages in live:
-            for kind, wanted in zip(Kind, pages.reserved, strict=True):
-                reserved[model, kind] += wanted
+    def check_integrity(
+        self, live: Iterable[tuple[Model, SequencePages]], kept: Iterable[tuple[PagePool, int]] = ()
+    ) -> None:
+        """Raises InklingError unless every page is either free or held as often as the tables of ``live`` and
+        the prefix cache (``kept``: pool and page, once per entry) say."""
+        users = {pool: [0] * (pool.num_usable + 1) for pools in self.pools.values() for pool in pools}
+        keeps = {pool: [0] * (pool.num_usable + 1) for pool in users}
+        for _, pages in live:
             for table in pages.tables:
-                held[model, table.kind] += table.pages.values()
-                num_held, wanted = len(table.pages), pages.reserved[table.kind]
-                if num_held > wanted:
-                    raise InklingError(f"{table.pool.name}: {num_held} pages held, {wanted} reserved")
-        for (model, kind), pages in held.items():
-            pool = self.pools[model][kind]
-            if sorted(pool.free + pages) != list(range(1, pool.num_usable + 1)):
+                for page in table.pages.values():
+                    users[table.pool][page] += 1
+        for pool, page in kept:
+            keeps[pool][page] += 1
+        for pool, held in users.items():
+            if held != pool.users or keeps[pool] != pool.keeps or held[0] or keeps[pool][0]:
                 raise InklingError(
-                    f"{pool.name}: {len(pool.free)} free and {len(pages)} held of {pool.num_usable} pages"
+                    f"{pool.name}: {sum(held)} pages held and {sum(keeps[pool])} kept, "
+                    f"{sum(pool.users)} and {sum(pool.keeps)} counted"
                 )
-            if pool.num_reserved != reserved[model, kind] or pool.num_reserved > pool.num_usable:
+            idle = [page for page, kept_by in enumerate(pool.keeps) if kept_by and not held[page]]
+            free = [page for page in range(1, pool.num_usable + 1) if not held[page] and not pool.keeps[page]]
+            if sorted(pool.free) != free or pool.num_idle != len(idle):
                 raise InklingError(
-                    f"{pool.name}: {pool.num_reserved} reserved, {reserved[model, kind]} by live sequences"
+                    f"{pool.name}: {len(pool.free)} pages in the free list and {pool.num_idle} idle, "
+                    f"{len(free)} and {len(idle)} of {pool.num_usable} are"
                 )

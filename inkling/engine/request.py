@@ -43,7 +43,7 @@ class GenerateRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     stop: StopRules = field(default_factory=StopRules)
     num_draft_tokens: int = 0
-    priority: int = 0  # scheduling by priority comes with preemption; kept in order of arrival until then
+    priority: int = 0  # 32 bits; larger goes first
     timeout_us: int = 0  # 0: none
     log_probs: int = 0  # of the answer's tokens. 0: none; n: the token's and those of the n - 1 likeliest
     prompt_log_probs: int = (

@@ -1,17 +1,30 @@
-"""Who runs next: the queue, admission, and the rows of each step."""
+"""Who runs next: the queue, admission, the rows of each step, and who gives way when pages run short."""
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import NamedTuple
 
 from inkling.engine.draft_length import AutoDraftLength, DraftLength
-from inkling.engine.draft_window import DraftWindow
+from inkling.engine.draft_window import Window
 from inkling.engine.log_probs import TokenLogProb
-from inkling.engine.pages import CacheLayout, Model, PageAllocator, worst_case_pages
+from inkling.engine.pages import (
+    CacheLayout,
+    Model,
+    PageAllocator,
+    PagesExhaustedError,
+    SequencePages,
+    worst_case_pages,
+)
+from inkling.engine.prefix_cache import PrefixCache
 from inkling.engine.sequence import Phase, Sequence
-from inkling.errors import QueueFullError, RequestError
+from inkling.errors import InklingError, QueueFullError, RequestError
 from inkling.settings import Settings
+
+_rank = attrgetter("rank")
 
 
 @dataclass(frozen=True)
@@ -23,6 +36,7 @@ class EngineLimits:
     num_draft_tokens: int  # N: the most drafts a step verifies; 0: no draft model
     max_prompt_chunk: int = 1 << 30  # rows of one prompt in a step, within max_tokens_per_step
     auto_draft_length: bool = False  # each step drafts the number that gives the most tokens per second
+    prefix_block: int = 0  # positions that a cached prefix is a multiple of; 0: no prefix reuse
 
     @classmethod
     def of(cls, settings: Settings, max_context: int, num_draft_tokens: int) -> EngineLimits:
@@ -34,6 +48,7 @@ class EngineLimits:
             num_draft_tokens,
             settings.max_prompt_chunk or settings.max_tokens_per_step,
             settings.draft_length == "auto",
+            settings.prefix_block if settings.prefix_cache == "on" else 0,
         )
 
     def __post_init__(self) -> None:
@@ -46,8 +61,19 @@ class EngineLimits:
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
-        if self.num_draft_tokens < 0:
-            raise ValueError(f"num_draft_tokens is {self.num_draft_tokens}; it must be 0 or more")
+        for name in ("num_draft_tokens", "prefix_block"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+
+
+@dataclass(slots=True)
+class PlannedPass:
+    """Rows [first, end) that a model is about to run for ``sequence``."""
+
+    sequence: Sequence
+    pages: SequencePages  # of that model
+    first: int
+    end: int
 
 
 @dataclass(slots=True)
@@ -68,13 +94,31 @@ class Segment:
     def num_drafts(self) -> int:
         return max(0, self.draws - 1)
 
+    def target_pass(self) -> PlannedPass:
+        return PlannedPass(self.sequence, self.sequence.target_pages, self.first, self.first + self.rows)
+
+
+class PlannedWindow(NamedTuple):
+    """The draft window that follows a segment, whose target states begin at ``hidden_row`` of the step's."""
+
+    segment: Segment
+    hidden_row: int
+    window: Window
+
+    def draft_pass(self) -> PlannedPass:
+        sequence = self.segment.sequence
+        return PlannedPass(sequence, sequence.draft_pages, self.window.first, self.window.end)
+
 
 class Scheduler:
-    """First come, first served. A sequence is admitted with pages for its worst case, so nothing runs short
-    later.
+    """Larger ``priority`` first, first come first served within one.
 
-    Preemption will replace the reservation by pages taken as needed, and put a sequence back at the head of
-    the queue; a prefix hit will start a sequence with ``num_computed`` and ``final`` above 0.
+    That order is a sequence's rank, for life. A sequence is admitted when a slot is free and the pages suffice
+    for all its known ids, beside those that the running ones need for theirs. Answers grow beyond that: when a
+    pass finds no page, cached prefixes go first, then the sequence of lowest rank is preempted. It gives
+    everything back and waits in its old place, to compute its ids again from the longest cached prefix on. The
+    sequence of highest rank is never preempted, so every one finishes. Priority decides who waits and who gives
+    way; it takes no slot from a running sequence.
     """
 
     def __init__(self, limits: EngineLimits, layout: CacheLayout):
@@ -82,12 +126,15 @@ class Scheduler:
         self.layout = layout
         kind = AutoDraftLength if limits.auto_draft_length else DraftLength
         self.lengths = kind(limits.num_draft_tokens)
+        self.num_preemptions = 0
+        self._num_arrivals = 0
         self.reset()
 
     def reset(self) -> None:
         """Forgets every sequence; all pages and slots are free."""
         self.allocator = PageAllocator(self.layout)
-        self.waiting: deque[Sequence] = deque()
+        self.prefixes = PrefixCache(self.layout, self.limits.prefix_block)
+        self.waiting: list[Sequence] = []  # by rank
         self.running: list[Sequence] = []
         self._free_slots = list(range(self.limits.max_running_sequences - 1, -1, -1))
 
@@ -101,30 +148,28 @@ class Scheduler:
             raise QueueFullError(
                 f"{len(self.waiting)} requests are waiting, which is the bound; try again later"
             )
-        for model, pages in self._worst_case(sequence).items():
-            if why := self.allocator.shortage(model, pages, empty=True):
-                total = sequence.num_prompt_tokens + sequence.max_tokens
+        total = sequence.num_prompt_tokens + sequence.max_tokens
+        for model in Model:
+            if why := self.allocator.shortage(model, self._pages_for(sequence, model, total - 1)):
                 raise RequestError(
                     f"prompt and max_tokens together are {total} tokens and need {why}; "
                     "shorten the prompt, lower max_tokens, or give the server more cache_bytes"
                 )
-        self.waiting.append(sequence)
+        self._num_arrivals += 1
+        sequence.rank = (-sequence.request.priority, self._num_arrivals)
+        insort(self.waiting, sequence, key=_rank)
 
     def admit(self) -> list[Sequence]:
-        """Moves sequences from the head of the queue into free slots while their worst case fits."""
+        """Moves sequences from the head of the queue into free slots while pages suffice for their ids."""
         admitted = []
         while self.waiting and self._free_slots:
             sequence = self.waiting[0]
-            wanted = self._worst_case(sequence)
-            if any(self.allocator.shortage(model, pages) for model, pages in wanted.items()):
+            self._start(sequence)
+            if self.running and not self._suffices([*self.running, sequence]):
+                self._stop(sequence, Phase.WAITING)
                 break
-            self.waiting.popleft()
-            sequence.slot = self._free_slots.pop()
-            sequence.target_pages = self.allocator.reserve(Model.TARGET, wanted[Model.TARGET])
-            if sequence.num_depths:
-                sequence.draft_pages = self.allocator.reserve(Model.DRAFT, wanted[Model.DRAFT])
-                sequence.window = DraftWindow(sequence.num_depths)
-            sequence.phase = Phase.RUNNING
+            self.waiting.pop(0)
+            self.prefixes.started(sequence)
             self.running.append(sequence)
             admitted.append(sequence)
         return admitted
@@ -132,18 +177,41 @@ class Scheduler:
     def release(self, sequence: Sequence) -> None:
         """Takes a running sequence out; its pages and its slot are free."""
         self.running.remove(sequence)
-        self.allocator.release(Model.TARGET, sequence.target_pages)
-        if sequence.draft_pages is not None:
-            self.allocator.release(Model.DRAFT, sequence.draft_pages)
-        sequence.target_pages = sequence.draft_pages = sequence.window = None
-        self._free_slots.append(sequence.slot)
-        sequence.phase = Phase.FINISHED
+        self._stop(sequence, Phase.FINISHED)
+
+    def secure(self, passes: Iterable[PlannedPass]) -> tuple[list[int], list[Sequence]]:
+        """Backs every pass with pages; returns the words of the page records, and the sequences preempted for
+        it, whose passes do not run. They hold nothing more; ``requeue`` them."""
+        words: list[int] = []
+        preempted: list[Sequence] = []
+        for planned in sorted(passes, key=lambda p: p.sequence.rank):
+            sequence, fresh = planned.sequence, []
+            while sequence.phase is Phase.RUNNING:
+                try:
+                    planned.pages.cover(planned.first, planned.end, sequence.slot, fresh)
+                except PagesExhaustedError as error:
+                    if self.prefixes.make_room(error.pool, self.running):
+                        continue
+                    victim = max(self.running, key=_rank)
+                    if len(self.running) == 1:
+                        raise InklingError(f"{error}, by one sequence that was to fit") from error
+                    self._preempt(victim)
+                    preempted.append(victim)
+                else:
+                    words += fresh
+                    break
+        return words, preempted
+
+    def requeue(self, preempted: Iterable[Sequence]) -> None:
+        """Puts preempted sequences back in their places, ahead of later arrivals of their priority."""
+        for sequence in preempted:
+            insort(self.waiting, sequence, key=_rank)
 
     def plan(self) -> list[Segment]:
         """The segments of one step, at most ``max_tokens_per_step`` rows.
 
-        Every decode gets its row and the oldest prompt at least one; what is left goes to drafts, then to
-        prompts in order of arrival. With more sequences than rows they take turns, a row each.
+        Every decode gets its row and the first prompt at least one; what is left goes to drafts, then to prompts,
+        both by rank. With more sequences than rows they take turns, a row each.
         """
         budget = self.limits.max_tokens_per_step
         if len(self.running) > budget:
@@ -154,18 +222,34 @@ class Scheduler:
         prompts = [sequence for sequence in self.running if sequence.num_uncomputed > 1]
         spare = budget - len(decodes) - bool(prompts)
         plan = []
+        if spare < len(decodes) * self.limits.num_draft_tokens:
+            decodes.sort(key=_rank)
         for sequence in decodes:
             num_drafts = min(len(sequence.drafts), spare)
             spare -= num_drafts
             plan.append(self._segment(sequence, 1 + num_drafts))
         spare += bool(prompts)
-        for sequence in prompts:
+        for sequence in sorted(prompts, key=_rank):
             if spare == 0:
                 break
             rows = min(sequence.num_uncomputed, spare, self.limits.max_prompt_chunk)
+            rows = self.prefixes.chunk_rows(sequence.num_computed, rows, len(sequence.ids))
             spare -= rows
             plan.append(self._segment(sequence, rows))
         return plan
+
+    def plan_windows(self, plan: list[Segment]) -> list[PlannedWindow]:
+        """The draft windows after a step's target call; an empty one where entries wait for later ids."""
+        windows, row = [], 0
+        for segment in plan:
+            sequence = segment.sequence
+            if sequence.window is not None and sequence.max_drafts:
+                waiting = sequence.num_uncomputed > 1  # more prompt
+                num_drafts = 0 if waiting else self.draft_length(sequence)
+                window = sequence.window.plan(sequence.num_computed, len(sequence.ids), num_drafts)
+                windows.append(PlannedWindow(segment, row, window))
+            row += segment.rows
+        return windows
 
     def draft_length(self, sequence: Sequence) -> int:
         """How many tokens to draft for ``sequence`` next; any number up to ``sequence.max_drafts`` is exact.
@@ -176,10 +260,10 @@ class Scheduler:
         return max(0, min(sequence.max_drafts, self.lengths.num_drafts, spare))
 
     def check_integrity(self) -> None:
-        """Raises InklingError when pages, reservations or slots do not add up."""
+        """Raises InklingError when pages or slots do not add up."""
         live = [(Model.TARGET, s.target_pages) for s in self.running]
         live += [(Model.DRAFT, s.draft_pages) for s in self.running if s.draft_pages is not None]
-        self.allocator.check_integrity(live)
+        self.allocator.check_integrity(live, self.prefixes.kept(self.running))
         slots = sorted(self._free_slots + [s.slot for s in self.running])
         assert slots == list(range(self.limits.max_running_sequences)), f"slots {slots}"
 
@@ -188,10 +272,40 @@ class Scheduler:
         left = sequence.num_uncomputed
         return Segment(sequence, sequence.num_computed, rows, max(0, rows - left + 1))
 
-    def _worst_case(self, sequence: Sequence) -> dict[Model, tuple[int, int, int]]:
-        positions = sequence.num_prompt_tokens + sequence.max_tokens - 1
+    def _start(self, sequence: Sequence) -> None:
+        draft_pages = self.allocator.tables(Model.DRAFT) if sequence.num_depths else None
+        target_pages = self.allocator.tables(Model.TARGET)
+        num_cached = self.prefixes.start(sequence, target_pages, draft_pages)
+        sequence.start(self._free_slots.pop(), target_pages, draft_pages, num_cached)
+
+    def _stop(self, sequence: Sequence, phase: Phase) -> None:
+        sequence.stop(phase)
+        self._free_slots.append(sequence.slot)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._stop(sequence, Phase.WAITING)
+        self.num_preemptions += 1
+
+    def _pages_for(self, sequence: Sequence, model: Model, positions: int) -> tuple[int, int, int]:
         chunk = min(self.limits.max_tokens_per_step, self.limits.max_prompt_chunk, positions)
-        return {
-            model: worst_case_pages(self.layout, model, positions, chunk, sequence.num_depths)
-            for model in Model
-        }
+        return worst_case_pages(self.layout, model, positions, chunk, sequence.num_depths)
+
+    def _suffices(self, sequences: list[Sequence]) -> bool:
+        """Whether all ``sequences`` can compute their known ids, and verify one more row of drafts, together."""
+        for model in Model:
+            missing = [0, 0, 0]
+            for sequence in sequences:
+                pages = sequence.draft_pages if model is Model.DRAFT else sequence.target_pages
+                if pages is None:
+                    continue
+                most = sequence.num_prompt_tokens + sequence.max_tokens - 1
+                wanted = self._pages_for(
+                    sequence, model, min(most, len(sequence.ids) + self.limits.num_draft_tokens)
+                )
+                for table in pages.tables:
+                    missing[table.kind] += max(0, wanted[table.kind] - len(table.pages))
+            pools = self.allocator.pools[model]
+            if any(lack > pool.num_available for lack, pool in zip(missing, pools, strict=True)):
+                return False
+        return True

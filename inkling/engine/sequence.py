@@ -8,12 +8,13 @@ from inkling.engine.draft_window import DraftWindow
 from inkling.engine.log_probs import TokenLogProb
 from inkling.engine.outbox import Assembler, Outbox
 from inkling.engine.pages import SequencePages
+from inkling.engine.prefix_cache import Trail
 from inkling.engine.request import GenerateRequest
 from inkling.protocol import SlotOptions
 
 
 class Phase(Enum):
-    WAITING = "waiting"  # in the queue; holds nothing
+    WAITING = "waiting"  # in the queue, new or preempted; holds nothing
     RUNNING = "running"  # has a slot and pages
     FINISHED = "finished"  # gave them back; its last chunk may still be on its way
 
@@ -22,7 +23,8 @@ class Sequence:
     """``ids`` are committed: the prompt, then what was emitted. Positions below ``num_computed`` have a
     target state.
 
-    ``num_uncomputed`` is 1 while decoding (the newest token) and more while prompt waits.
+    ``num_uncomputed`` is 1 while decoding (the newest token) and more while prompt waits. After a preemption all
+    ids are prompt once more: their rows are computed again, and only the last one draws.
     """
 
     def __init__(
@@ -42,12 +44,14 @@ class Sequence:
         # Drafting takes a token before it and one that verifies it: a shorter answer keeps no draft state.
         self.num_depths = self.asked_depths = request.num_draft_tokens if max_tokens > 2 else 0
         self.phase = Phase.WAITING
+        self.rank = (-request.priority, 0)  # smaller goes first; the queue numbers arrivals
         self.finish_reason = ""  # stop | length | timeout
         self.slot = -1
         self.ids: list[int] = list(request.prompt_ids)
         self.num_computed = 0
         self.drafts: list[int] = []  # pending: proposals for the positions after the last id
         self.window: DraftWindow | None = None
+        self.trail = Trail()  # what the prefix cache has of it
         self.target_pages: SequencePages | None = None
         self.draft_pages: SequencePages | None = None
         self.cum_log_prob = 0.0  # of the emitted tokens
@@ -81,6 +85,25 @@ class Sequence:
             self.window = None
         else:
             self.window.shrink(num_depths)
+    def start(
+        self, slot: int, target_pages: SequencePages, draft_pages: SequencePages | None, num_cached: int
+    ) -> None:
+        """Runs from position ``num_cached`` on; what the models know of earlier positions is in the pages."""
+        self.slot, self.target_pages, self.draft_pages = slot, target_pages, draft_pages
+        self.num_computed = num_cached
+        self.window = DraftWindow(self.num_depths, num_cached) if self.num_depths else None
+        self.phase = Phase.RUNNING
+
+    def stop(self, phase: Phase) -> None:
+        """Gives pages and slot back. Committed ids stay; proposals do not."""
+        for pages in (self.target_pages, self.draft_pages):
+            if pages is not None:
+                pages.release()
+        self.trail.drop()
+        self.target_pages = self.draft_pages = self.window = None
+        self.drafts = []
+        self.num_computed = 0
+        self.phase = phase
 
     def slot_options(self) -> SlotOptions:
         sampling = self.request.sampling

@@ -10,7 +10,7 @@ import numpy as np
 from inkling.engine.channel import Session
 from inkling.engine.loop import Engine
 from inkling.engine.outbox import Chunk
-from inkling.engine.pages import CacheLayout, Model, PoolLayout, worst_case_pages
+from inkling.engine.pages import CacheLayout, Model, PoolLayout, span_pages, worst_case_pages
 from inkling.engine.request import GenerateRequest, SamplingParams, StopRules
 from inkling.engine.scheduler import EngineLimits
 from inkling.protocol import KEY_WORDS, Kind
@@ -86,9 +86,12 @@ def make_layout(
     window: int = 5,
     page_sizes: tuple[int, int, int] = (4, 4, 2),
     sequences: float | None = None,
+    full_pages: int | None = None,
+    boundaries: int = 0,
     kinds: tuple[Kind, ...] = tuple(Kind),
 ) -> CacheLayout:
-    """Pools for the worst case of ``sequences`` sequences (all slots when None)."""
+    """Pools for the worst case of ``sequences`` sequences (all slots when None); ``full_pages``: usable pages of
+    the full kind in place of that; ``boundaries``: of cached prefixes, whose windowed rows find room beside."""
     empty = tuple(PoolLayout(size, int(kind in kinds)) for kind, size in zip(Kind, page_sizes, strict=True))
     layout = CacheLayout(window, limits.num_draft_tokens, empty, empty)
     count = limits.max_running_sequences if sequences is None else sequences
@@ -101,9 +104,13 @@ def make_layout(
             min(limits.max_tokens_per_step, limits.max_prompt_chunk),
             limits.num_draft_tokens,
         )
+        most = [max(pages, int(pages * count)) for pages in worst]
+        most[Kind.FULL] = full_pages or most[Kind.FULL]
+        for kind in (Kind.LOCAL, Kind.CONV):
+            most[kind] += boundaries * span_pages(layout.reach(kind), page_sizes[kind])
         return tuple(
-            PoolLayout(pool.page_size, 1 + max(pages, int(pages * count)) if pool.num_pages else 0)
-            for pool, pages in zip(layout.pools(model), worst, strict=True)
+            PoolLayout(pool.page_size, 1 + pages if pool.num_pages else 0)
+            for pool, pages in zip(layout.pools(model), most, strict=True)
         )
 
     return CacheLayout(window, limits.num_draft_tokens, pools(Model.TARGET), pools(Model.DRAFT))
@@ -121,6 +128,7 @@ class Bench:
         context: int = 128,
         queue: int = 1000,
         chunk: int = 1 << 30,
+        block: int = 0,
         probability: float = 0.7,
         seed: int = 0,
         layout: Callable[[EngineLimits], CacheLayout] = make_layout,
@@ -130,7 +138,7 @@ class Bench:
         auto_draft_length: bool = False,
     ):
         self.model = model
-        self.limits = EngineLimits(context, slots, budget, queue, num_drafts, chunk, auto_draft_length)
+        self.limits = EngineLimits(context, slots, budget, queue, num_drafts, chunk, auto_draft_length, block)
         self.layout = layout(self.limits)
         self.target = ScriptedTarget(self.layout, model, max_rows=budget)
         self.draft = ScriptedDraft(
@@ -144,6 +152,9 @@ class Bench:
         self.target_client = FailingClient(self.target, target_failures or {})
         self.draft_client = FailingClient(self.draft, draft_failures or {})
         self.engine = Engine(self.limits, self.layout, self.target_client, self.draft_client, Session(KEY, 1))
+        self.draft.true_ids = lambda slot: next(
+            s.ids for s in self.engine.scheduler.running if s.slot == slot
+        )
         self.sent: list[tuple[GenerateRequest, RecordedReply]] = []
 
     def submit(
@@ -180,11 +191,12 @@ class Bench:
         assert all(reply.finished for _, reply in self.sent)
         assert not scheduler.has_work and not self.engine._open and self.engine.sender.num_open == 0
         scheduler.check_integrity()
-        assert all(pool.num_reserved == 0 for pools in scheduler.allocator.pools.values() for pool in pools)
+        assert self.pages_free()
 
     def pages_free(self) -> bool:
+        """Nobody holds a page; the prefix cache may keep some."""
         pools = [pool for pools in self.engine.scheduler.allocator.pools.values() for pool in pools]
-        return all(len(pool.free) == pool.num_usable for pool in pools)
+        return all(pool.num_available == pool.num_usable for pool in pools)
 
 
 def random_request(
@@ -198,6 +210,7 @@ def random_request(
         SamplingParams(seed=random.getrandbits(64)),
         StopRules(tokens, random.choice((0, 0, random.randint(0, tokens))), stop_ids),
         num_draft_tokens=random.choice((num_drafts, random.randint(0, num_drafts))),
+        priority=random.choice((0, 0, random.randint(-2, 2))),
     )
 
 
@@ -216,7 +229,7 @@ def request_of(num_prompt: int, max_tokens: int, num_drafts: int = 3, seed: int 
 def random_bench(random: Random, num_drafts: int, **options) -> Bench:
     window = random.randint(2, 9)
     sizes = (random.choice((1, 4, 16)), random.choice((1, 4, 5)), random.choice((1, 2, 3, 8)))
-    sequences = random.choice((None, 1.3))
+    sequences = random.choice((None, 1.3, 1, 2.5))
     bench = Bench(
         num_drafts=num_drafts,
         budget=random.choice((1, 2, 7, 64, 1000)),

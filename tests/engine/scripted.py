@@ -176,16 +176,18 @@ class ScriptedDraft(ScriptedModel):
         self.num_depths = num_depths
         self.probability = probability
         self.random = Random(seed)
+        self.true_ids: Callable[[int], list[int]] | None = (
+            None  # slot -> committed ids, to check shared pages
+        )
         self.slots: dict[int, DraftSlot] = {}
         self.ring: dict[tuple[int, int], tuple[int, object]] = {}  # (slot, row) -> (entry, state)
         self.window_rows: list[int] = []  # entries of each window run
 
-    def _opened(self, options: SlotOptions, again: bool) -> None:
+    def _opened(self, options: SlotOptions) -> None:
         expect(
             1 <= options.num_depths <= self.num_depths, f"{options.num_depths} depths of {self.num_depths}"
         )
-        if not again:
-            self.slots[options.slot] = DraftSlot(depths=options.num_depths)
+        self.slots[options.slot] = DraftSlot(depths=options.num_depths)
 
     def step(self, control: np.ndarray, hidden: object) -> np.ndarray:
         message = unpack(DraftStep, control)
@@ -221,6 +223,11 @@ class ScriptedDraft(ScriptedModel):
                 num_known == end - first + (0 if chained else depths - 1),
                 f"{num_known} ids known",
             )
+            if not state.known and first:  # a shared prefix, or a slot opened again
+                expect(
+                    self.true_ids is not None, f"a first window at {first}, and nobody knows the ids before"
+                )
+                state.known = dict(enumerate(self.true_ids(slot)[1 : first + 1], 1))
             self._learn(state, first + 1, ids)
             states = self._states(slot, first, end, rows, options)
             self._check_states(state, first, states)

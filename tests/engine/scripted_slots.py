@@ -83,14 +83,13 @@ class ScriptedModel:
         for slot in message.closes.tolist():
             expect(slot in self.options, f"slot {slot} is closed but was not open")
             self._forget(slot)
-        again = {slot for slot, _, _, _, fresh in message.pages.tolist() if not fresh}  # after a gap
         for words in message.opens:
             options = SlotOptions.from_words(words)
             expect(options.slot not in self.options, f"slot {options.slot} is opened twice")
             self.options[options.slot] = options
             for store in self.stores.values():
                 store.tables[options.slot] = np.zeros(8, np.int64)
-            self._opened(options, options.slot in again)
+            self._opened(options)
         for slot, token in message.masks.tolist():
             expect(slot in self.options, f"mask for slot {slot}, which is not open")
             self.masks.setdefault(slot, set()).add(token)
@@ -99,7 +98,7 @@ class ScriptedModel:
             self.stores[Kind(kind)].assign(slot, index, page, fresh)
         self.last_step = message.step
 
-    def _opened(self, options: SlotOptions, again: bool) -> None:
+    def _opened(self, options: SlotOptions) -> None:
         pass
 
     def _forget(self, slot: int) -> None:

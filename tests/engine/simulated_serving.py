@@ -123,20 +123,20 @@ class Simulation:
         lengths = self.lengths
         choose_lengths(lengths, plan, max_rows=1 << 20)
         rows_of_depth: list[int] = []
-        is_called = False
+        segments: list[int] = []
         for segment in plan:
             sequence = segment.sequence
             if sequence.window is None or sequence.max_drafts == 0:
                 continue
-            is_called = True
             num_drafts = min(sequence.max_drafts, lengths.num_drafts)
             window = sequence.window.plan(sequence.num_computed, sequence.num_known, num_drafts)
             sequence.num_drafts = window.drafts
+            segments += (0, 0, 0, 0, window.first, window.end, window.depths, window.drafts, window.num_known)
             if rows := window.end - window.first:
                 rows_of_depth += [0] * (window.depths - len(rows_of_depth))
                 for k in range(window.depths):
                     rows_of_depth[k] += rows
-        if is_called:
+        if segments:
             lengths.call_starts()
             self._spend(self.costs.call + sum(self.costs.depth(rows) for rows in rows_of_depth))
-            lengths.draft_ran(len(rows_of_depth), sum(rows_of_depth), 0)
+            lengths.draft_ran(segments)

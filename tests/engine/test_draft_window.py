@@ -48,7 +48,8 @@ class TokenSimulator:
         )
         allocator = PageAllocator(layout)
         wanted = worst_case_pages(layout, Model.DRAFT, self.end - 1, self.max_chunk, self.depths)
-        return allocator.reserve(Model.DRAFT, wanted), allocator
+        self.most = wanted
+        return allocator.tables(Model.DRAFT), allocator
 
     def target_step(self) -> tuple[int, int]:
         """Rows of a prompt chunk or a verification; returns the rows that stand, [first, E)."""
@@ -129,6 +130,7 @@ class TokenSimulator:
             )
             for p in [*read, *stored]:
                 assert p // size in table.pages, f"{Kind(table.kind).name}: position {p} has no page"
+            assert len(table.pages) <= self.most[table.kind]
         self.allocator.check_integrity([(Model.DRAFT, self.pages)])
 
     def check_final(self) -> None:

@@ -1,4 +1,4 @@
-"""The queue, admission by reservation, and how a step's rows are shared."""
+"""The queue, admission, how a step's rows are shared, and who gives way when pages run short."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from random import Random
 import pytest
 
 from inkling.engine.outbox import Outbox
-from inkling.engine.pages import CacheLayout, Model, worst_case_pages
+from inkling.engine.pages import CacheLayout
 from inkling.engine.request import GenerateRequest, StopRules
-from inkling.engine.scheduler import EngineLimits, Scheduler
+from inkling.engine.scheduler import EngineLimits, PlannedPass, Scheduler
 from inkling.engine.sequence import Phase, Sequence
-from inkling.errors import QueueFullError, RequestError
+from inkling.errors import InklingError, QueueFullError, RequestError
 from tests.engine.harness import RecordedReply, make_layout
 
 
@@ -23,9 +23,11 @@ def make_scheduler(
     return Scheduler(limits, make_layout(limits, **layout))
 
 
-def add(scheduler: Scheduler, num_prompt: int, max_tokens: int = 8, num_drafts: int = 3) -> Sequence:
+def add(
+    scheduler: Scheduler, num_prompt: int, max_tokens: int = 8, num_drafts: int = 3, priority: int = 0
+) -> Sequence:
     request = GenerateRequest(
-        tuple(range(num_prompt)), stop=StopRules(max_tokens), num_draft_tokens=num_drafts
+        tuple(range(num_prompt)), stop=StopRules(max_tokens), num_draft_tokens=num_drafts, priority=priority
     )
     outbox = Outbox(RecordedReply(), True, num_prompt)
     sequence = Sequence(request, outbox, None, max_tokens=max_tokens, deadline=math.inf)
@@ -68,9 +70,76 @@ def test_a_large_request_at_the_head_is_not_overtaken_and_gets_its_pages():
     scheduler = make_scheduler(slots=4, sequences=1)
     first, large, small = add(scheduler, 100, 20), add(scheduler, 200, 50), add(scheduler, 2, 2)
     assert scheduler.admit() == [first]
-    assert list(scheduler.waiting) == [large, small]
+    assert scheduler.waiting == [large, small]
     scheduler.release(first)
     assert scheduler.admit() == [large]
+
+
+def test_admission_needs_pages_for_the_known_ids_not_for_the_worst_case():
+    scheduler = make_scheduler(slots=4, full_pages=63)
+    sequences = [add(scheduler, 60, 190) for _ in range(4)]  # the worst case of each is the whole pool
+    assert scheduler.admit() == sequences[:3]  # 60 known ids and 3 drafts: 16 of 63 pages each
+    scheduler.check_integrity()
+
+
+def test_larger_priority_goes_first_and_order_of_arrival_within_one():
+    scheduler = make_scheduler(slots=6)
+    a, b, c, d = (add(scheduler, 3, priority=p) for p in (0, 5, -1, 5))
+    assert scheduler.waiting == [b, d, a, c]
+    assert scheduler.admit() == [b, d, a, c]
+
+
+def cover(scheduler: Scheduler, sequence: Sequence, end: int) -> list[Sequence]:
+    """A target pass up to ``end``; returns those preempted for it."""
+    return scheduler.secure([PlannedPass(sequence, sequence.target_pages, sequence.num_computed, end)])[1]
+
+
+def test_the_lowest_priority_gives_way_first_then_the_newest():
+    scheduler = make_scheduler(slots=4, full_pages=64)
+    old, low, new, vip = (add(scheduler, 20, 200, priority=p) for p in (1, 0, 1, 2))
+    scheduler.admit()
+    for sequence in (vip, old, new, low):
+        assert cover(scheduler, sequence, 60) == []  # 60 of 64 pages of 4
+    assert cover(scheduler, old, 76) == []
+    assert cover(scheduler, old, 77) == [low]
+    assert cover(scheduler, old, 160) == [new]
+    assert cover(scheduler, vip, 100) == [old]
+    assert scheduler.num_preemptions == 3
+    scheduler.check_integrity()
+
+
+def test_who_needs_pages_and_ranks_lowest_gives_way_itself():
+    scheduler = make_scheduler(slots=4, full_pages=64)
+    old, new = add(scheduler, 20, 200), add(scheduler, 20, 200)
+    scheduler.admit()
+    assert cover(scheduler, old, 200) == []
+    words, preempted = scheduler.secure([PlannedPass(new, new.target_pages, 0, 60)])
+    assert (words, preempted) == ([], [new])
+    assert new.phase is Phase.WAITING and scheduler.running == [old]
+    scheduler.requeue(preempted)
+    scheduler.check_integrity()
+
+
+def test_a_preempted_sequence_waits_ahead_of_later_arrivals_and_starts_afresh():
+    scheduler = make_scheduler(slots=2, full_pages=64)
+    old, new, later, vip = (add(scheduler, 20, 200, priority=p) for p in (1, 1, 1, 2))
+    scheduler.admit()
+    later_on = scheduler.waiting[:]
+    victim = next(s for s in scheduler.running if s is not vip)
+    victim.ids += [1, 2, 3]
+    victim.drafts, victim.num_computed = [4], 22
+    assert cover(scheduler, vip, 250) == [victim] or cover(scheduler, victim, 250) == [victim]
+    scheduler.requeue([victim])
+    assert scheduler.waiting == [victim, *later_on]
+    assert (victim.num_computed, victim.drafts, len(victim.ids), victim.num_emitted) == (0, [], 23, 3)
+
+
+def test_the_only_sequence_is_never_preempted():
+    scheduler = make_scheduler(slots=2, full_pages=64)
+    only = add(scheduler, 20, 200)
+    scheduler.admit()
+    with pytest.raises(InklingError, match="one sequence that was to fit"):
+        cover(scheduler, only, 2000)  # beyond the context: no plan asks for this
 
 
 def test_a_request_that_would_not_fit_empty_caches_is_refused():
@@ -82,16 +151,14 @@ def test_a_request_that_would_not_fit_empty_caches_is_refused():
     assert not scheduler.waiting
 
 
-def test_sequences_without_depths_reserve_nothing_in_the_draft():
+def test_sequences_without_depths_hold_nothing_in_the_draft():
     scheduler = make_scheduler()
     add(scheduler, 10, num_drafts=0), add(scheduler, 10, max_tokens=2, num_drafts=3)
     for sequence in scheduler.admit():
         assert sequence.num_depths == 0 and sequence.draft_pages is None and sequence.window is None
-    assert all(pool.num_reserved == 0 for pool in scheduler.allocator.pools[Model.DRAFT])
-    assert all(pool.num_reserved > 0 for pool in scheduler.allocator.pools[Model.TARGET])
 
 
-def test_release_returns_pages_reservation_and_slot():
+def test_release_returns_pages_and_slot():
     scheduler = make_scheduler()
     sequence = add(scheduler, 30)
     scheduler.admit()
@@ -101,7 +168,7 @@ def test_release_returns_pages_reservation_and_slot():
     scheduler.release(sequence)
     scheduler.check_integrity()
     for pools in scheduler.allocator.pools.values():
-        assert all(pool.num_reserved == 0 and len(pool.free) == pool.num_usable for pool in pools)
+        assert all(len(pool.free) == pool.num_usable for pool in pools)
 
 
 def test_a_step_mixes_decodes_with_their_drafts_and_prompt_chunks():
@@ -150,7 +217,6 @@ def test_one_prompt_takes_no_more_than_its_chunk_of_a_step():
     a, b = add(scheduler, 12), add(scheduler, 12)
     scheduler.admit()
     assert rows_of(scheduler) == {a: (6, 0), b: (6, 0)}
-    assert a.target_pages.reserved == worst_case_pages(scheduler.layout, Model.TARGET, 19, 6, 3)
 
 
 @pytest.mark.parametrize("budget", [1, 2, 3])
@@ -203,12 +269,3 @@ def test_nothing_is_drafted_that_no_step_has_rows_for():
     sequences = [add(scheduler, 4) for _ in range(4)]
     scheduler.admit()
     assert scheduler.draft_length(sequences[0]) == 0
-
-
-def test_worst_case_does_not_depend_on_the_order_of_arrival():
-    scheduler = make_scheduler(budget=16)
-    layout = scheduler.layout
-    sequence = add(scheduler, 50, 20)
-    scheduler.admit()
-    assert sequence.target_pages.reserved == worst_case_pages(layout, Model.TARGET, 69, 16, 3)
-    assert sequence.draft_pages.reserved == worst_case_pages(layout, Model.DRAFT, 69, 16, 3)

@@ -82,11 +82,11 @@ class Steps:
     def open(self, options: SlotOptions, max_positions: int, max_chunk: int) -> None:
         wanted = worst_case_pages(self.layout, self.model, max_positions, max_chunk, options.num_depths)
         assert not self.allocator.shortage(self.model, wanted)
-        self.pages[options.slot] = self.allocator.reserve(self.model, wanted)
+        self.pages[options.slot] = self.allocator.tables(self.model)
         self._opens.append(options.words())
 
     def release(self, slot: int) -> None:
-        self.allocator.release(self.model, self.pages.pop(slot))
+        self.pages.pop(slot).release()
 
     def control(self, kind: type, updates: list[int], segments: list, ids: list[int]) -> np.ndarray:
         last = self.runner.slots.last_step
