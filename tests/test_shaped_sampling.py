@@ -169,7 +169,7 @@ def test_histories_survive_a_lost_step(models: LocalModels) -> None:
         engine, steps = models.engine(draft, max_prompt_chunk=3), 0
         run_target = engine._run_target
 
-        def lossy(plan, run_target=run_target, gap=gap):
+        def lossy(plan, pages, run_target=run_target, gap=gap):
             nonlocal steps
             steps += 1
             if steps == gap:
@@ -177,7 +177,7 @@ def test_histories_survive_a_lost_step(models: LocalModels) -> None:
                 for rules in models.target.rules._slots.values():  # what was kept is worth nothing
                     if rules.counts is not None:
                         rules.counts = rules.counts + 7
-            return run_target(plan)
+            return run_target(plan, pages)
 
         engine._run_target = lossy
         assert [reply.ids for reply in generate(engine, drafted)] == expected, gap

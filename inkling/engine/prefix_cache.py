@@ -228,6 +228,8 @@ class PrefixCache:
 
     def _register(self, block: Block, end: int, sequence: Sequence) -> None:
         number = end // self.block
+        block.num_depths = min(block.num_depths, sequence.num_depths)  # it may have given up some on the way
+        block.hit_depths = min(block.hit_depths, block.num_depths)
         keys = self._keys(sequence)[:number]
         known = self.blocks.get(keys[-1])
         is_better = known is None or (

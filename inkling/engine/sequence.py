@@ -83,8 +83,11 @@ class Sequence:
         self.num_depths = num_depths
         if num_depths == 0:
             self.window = None
+            self.draft_pages.release()
+            self.draft_pages = None
         else:
             self.window.shrink(num_depths)
+
     def start(
         self, slot: int, target_pages: SequencePages, draft_pages: SequencePages | None, num_cached: int
     ) -> None:
