@@ -32,6 +32,8 @@ def serve(
     max_prompt_chunk: Setting = None,
     max_queued_requests: Setting = None,
     cache_bytes: Annotated[int | None, typer.Option(help="bytes for all caches")] = None,
+    prefix_cache: Annotated[str | None, typer.Option(help="on or off: reuse of cached prefixes")] = None,
+    prefix_block: Setting = None,
     threads: Annotated[
         int | None, typer.Option(help="torch threads of a model; 0: half of the cores")
     ] = None,
@@ -60,6 +62,8 @@ def serve(
         "max_prompt_chunk": max_prompt_chunk,
         "max_queued_requests": max_queued_requests,
         "cache_bytes": cache_bytes,
+        "prefix_cache": prefix_cache,
+        "prefix_block": prefix_block,
         "threads": threads,
         "load_timeout_s": load_timeout_s,
         "run_dir": run_dir,
