@@ -224,3 +224,38 @@ def test_random_traffic_with_cancels_and_priorities_gives_everything_back():
         arrive(bench, random, requests_of(seed, 12, 3))
         bench.run()
         bench.check_answers()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_lengths_that_give_up_depths_beside_preemptions_and_hits(seed: int):
+    """A sequence that gives up depths holds no draft pages for them, and leaves no block that claims them."""
+    random = Random(seed)
+    bench = Bench(
+        num_drafts=4,
+        block=8,
+        slots=4,
+        probability=0.7,
+        seed=seed,
+        layout=lambda limits: make_layout(limits, full_pages=26, boundaries=30),
+    )
+    run_draft = bench.engine._run_draft
+
+    def shrinking(plan, hidden):
+        for segment in plan:
+            sequence = segment.sequence
+            if sequence.window is not None and random.random() < 0.1:
+                sequence.shrink(random.randint(0, sequence.num_depths - 1))
+                if not sequence.num_depths:
+                    bench.engine._to_draft.close(sequence)
+        run_draft(plan, hidden)
+
+    bench.engine._run_draft = shrinking
+    prompt = requests_of(seed, 1, 4)[0].prompt_ids
+    for number in range(24):
+        like = request_of(random.randint(2, 20), random.randint(5, 40), random.randint(0, 4), seed=number)
+        bench.submit(
+            dataclasses.replace(like, prompt_ids=(*prompt[: random.randint(0, 40)], *like.prompt_ids))
+        )
+        bench.step()
+    bench.run()
+    bench.check_answers()
