@@ -7,7 +7,6 @@ gate: greedy tokens must be equal with drafting off, with every N that is timed,
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import platform
@@ -25,6 +24,7 @@ from typing import Annotated
 
 import torch
 import typer
+from results import append_rows
 
 from inkling.client import stream_http
 from inkling.server import RunningServer, ServerOptions
@@ -188,7 +188,6 @@ def report(measured: list[Measured], settings: Settings, rounds: int, num_prompt
     }
     rows = [
         {
-            **conditions,
             "what": m.name,
             "tokens_per_s": f"{m.median:.1f}",
             "lowest": f"{min(m.rates):.1f}",
@@ -197,12 +196,7 @@ def report(measured: list[Measured], settings: Settings, rounds: int, num_prompt
         }
         for m in measured
     ]
-    is_new = not TABLE.exists()
-    with TABLE.open("a", newline="") as file:
-        writer = csv.DictWriter(file, rows[0])
-        if is_new:
-            writer.writeheader()
-        writer.writerows(rows)
+    append_rows(TABLE, conditions, rows)
     print(", ".join(f"{name} {value}" for name, value in conditions.items()))
     print("| what | tokens/s | lowest-highest | accepted length |\n|---|---|---|---|")
     for row in rows:

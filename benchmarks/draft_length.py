@@ -7,7 +7,6 @@ First the gate: every length gives the same tokens. The table is printed as Mark
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import statistics
@@ -19,6 +18,7 @@ from typing import Annotated
 
 import numpy as np
 import typer
+from results import append_rows
 
 from inkling.deployment import Deployment
 from inkling.engine.channel import Session
@@ -138,12 +138,7 @@ def main(
     rows = [row for s in STREAMS for row in compare(s, rounds, prompts, max_tokens, threads)]
     conditions = {"date": datetime.now(UTC).date().isoformat(), "cores": os.cpu_count(), "threads": threads}
     conditions |= {"prompts": num_prompts, "tokens": max_tokens, "rounds": rounds}
-    is_new = not TABLE.exists()
-    with TABLE.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [*conditions, *rows[0]])
-        if is_new:
-            writer.writeheader()
-        writer.writerows(conditions | row for row in rows)
+    append_rows(TABLE, conditions, rows)
     print("| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
     for row in rows:
         print("| " + " | ".join(str(value) for value in row.values()) + " |")

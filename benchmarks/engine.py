@@ -7,7 +7,6 @@ bare calls of a round, timed in the same server without an engine. Rows go to ``
 
 from __future__ import annotations
 
-import csv
 import os
 import platform
 import shutil
@@ -22,6 +21,7 @@ from typing import Annotated
 import numpy as np
 import tritonclient.http
 import typer
+from results import append_rows
 
 from inkling import tritonserver
 from inkling.client import stream_http
@@ -131,12 +131,7 @@ def over_bls(rounds: int, repeats: int) -> dict[int, tuple[float, float, float]]
 def report(rows: list[dict[str, object]]) -> None:
     conditions = {"date": datetime.now(UTC).date().isoformat(), "machine": platform.machine()}
     conditions |= {"cores": os.cpu_count(), "python": platform.python_version(), "N": N}
-    is_new = not TABLE.exists()
-    with TABLE.open("a", newline="") as file:
-        writer = csv.DictWriter(file, [*conditions, *rows[0]])
-        if is_new:
-            writer.writeheader()
-        writer.writerows(conditions | row for row in rows)
+    append_rows(TABLE, conditions, rows)
     print("| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
     for row in rows:
         print("| " + " | ".join(str(value) for value in row.values()) + " |")

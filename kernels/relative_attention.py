@@ -22,7 +22,6 @@ class QueryTiles:
     rows: Tensor  # [n * Q] row of the pass; a tile's tail repeats a row
     pages: Tensor  # [n * b]; page 0 holds zeros
     bias_index: Tensor  # [n, Q, b * page_size] bank column: distance, R (no bias), R + 1 (not visible)
-    size: int  # Q
     # keys of this very pass that are not in the cache (long prompt chunks on local layers), or None:
     fill_rows: Tensor | None  # [m] row of the pass
     fill_blocks: Tensor | None  # [m] index in ``pages``

@@ -21,6 +21,7 @@ from inkling.model.load import load_draft_runner, load_target_runner
 from inkling.model.shared_weights import SharedWeights
 from inkling.settings import Settings
 from tests.engine.harness import RecordedReply
+from tests.engine.scripted import References, ScriptedDraft
 
 GENERATION = 7
 SESSION = Session(np.arange(8, dtype=np.int32), GENERATION)
@@ -65,6 +66,18 @@ class LocalModels:
         )
         engine.verified = Counter()
         return engine
+
+    def scripted_draft(self, references: References, seed: int) -> ScriptedDraft:
+        """In place of the depths: the true token with probability 0.7, else a wrong one."""
+        return ScriptedDraft(
+            self.deployment.layout,
+            references,
+            vocab_size=self.deployment.config.vocab_size,
+            num_depths=self.num_depths,
+            probability=0.7,
+            seed=seed,
+            generation=GENERATION,
+        )
 
 
 def generate(

@@ -10,8 +10,8 @@ import pytest
 from inkling.engine.pages import CacheLayout, PoolLayout
 from inkling.engine.request import GenerateRequest, SamplingParams, StopRules
 from inkling.protocol import Kind
-from tests.engine.scripted import References, ScriptedDraft
-from tests.in_process import GENERATION, LocalModels, generate
+from tests.engine.scripted import References
+from tests.in_process import LocalModels, generate
 from tests.test_promise import CHECKPOINTS, DEMO, write_random_checkpoint
 from tests.test_promise import SETTINGS as PLAIN
 
@@ -83,15 +83,7 @@ def test_hits_and_preemptions_return_the_tokens_of_the_target_alone(models: Loca
     hits = preemptions = served = 0
     for run, num_drafts in enumerate([models.num_depths, models.num_depths, 1]):
         scripted = run % 2 == 0
-        draft = ScriptedDraft(
-            models.deployment.layout,
-            references,
-            vocab_size=models.deployment.config.vocab_size,
-            num_depths=models.num_depths,
-            probability=0.7,
-            seed=run,
-            generation=GENERATION,
-        )
+        draft = models.scripted_draft(references, seed=run)
         engine = models.engine(
             draft if scripted else None,
             layout=smaller(models.deployment.layout, (6, 7, 9)[run % 3]),

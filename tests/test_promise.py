@@ -108,15 +108,7 @@ def test_every_configuration_returns_the_tokens_of_the_target_alone(models: Loca
         group, order = order[:GROUP], order[GROUP:]
         draft = None
         if index % 2 or index >= len(triples) - 6:
-            draft = ScriptedDraft(
-                models.deployment.layout,
-                references,
-                vocab_size=models.deployment.config.vocab_size,
-                num_depths=models.num_depths,
-                probability=0.7,
-                seed=index,
-                generation=GENERATION,
-            )
+            draft = models.scripted_draft(references, seed=index)
         engine = models.engine(
             draft, max_running_sequences=1 if arrival == "alone" else GROUP, max_prompt_chunk=chunk
         )

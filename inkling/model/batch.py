@@ -217,7 +217,6 @@ def _query_tiles(
         torch.from_numpy(tile_rows.ravel()),
         torch.from_numpy(pages.ravel()),
         torch.from_numpy(bias_index),
-        tile_rows.shape[1],
         *(fill or (None, None, None)),
     )
 

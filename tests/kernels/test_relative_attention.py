@@ -69,7 +69,7 @@ class Sequence:
             known = (blocks >= 0) & (blocks < len(self.pages))
             page = torch.tensor(self.pages)[blocks.clamp(0, len(self.pages) - 1)]
             page[~known] = 0
-            made.append(QueryTiles(rows.flatten(), page.flatten(), index, size, None, None, None))
+            made.append(QueryTiles(rows.flatten(), page.flatten(), index, None, None, None))
             for number, tile in enumerate(group):
                 output |= {t: base + number * size + i for i, t in enumerate(tile)}
             base += rows.numel()
