@@ -18,11 +18,10 @@ from kernels.short_conv import ConvRows, short_conv_reference
 
 @dataclass
 class KeyWrites:
-    """Rows of a pass whose keys and values are kept, and their places. All [n] int64."""
+    """The ``n`` rows of a pass whose keys and values are kept, and where."""
 
-    rows: Tensor
-    pages: Tensor
-    offsets: Tensor
+    rows: Tensor | slice
+    places: Tensor  # [n * n_kv] int64, (page * n_kv + head) * page_size + offset
 
 
 def attention_inputs_reference(
@@ -47,10 +46,10 @@ def attention_inputs_reference(
 
     kv = short_conv_reference(kv, kv_taps, kv_conv_cache, conv_rows).view(num_rows, 2, num_kv, head_dim)
     k, v = rms_norm_reference(kv[:, 0], k_norm, eps), kv[:, 1]
-    key_cache[writes.pages, :, writes.offsets] = k.index_select(0, writes.rows)
-    value_cache[writes.pages, :, writes.offsets] = v.index_select(0, writes.rows)
+    for cache, new in ((key_cache, k), (value_cache, v)):
+        cache.view(-1, head_dim).index_copy_(0, writes.places, new[writes.rows].reshape(-1, head_dim))
 
-    q = rms_norm_reference(q.reshape(num_rows, num_heads, head_dim), q_norm, eps)
+    q = rms_norm_reference(q.view(num_rows, num_heads, head_dim), q_norm, eps)
     bank = linear_reference(r.reshape(num_rows * num_heads, 16), rel_proj).view(num_rows, num_heads, -1)
     if tau is not None:
         q = (q.float() * tau[:, None, None]).to(q.dtype)

@@ -12,6 +12,7 @@ and tail differ in bits.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain
 
 import torch
@@ -77,22 +78,18 @@ def _routed(m: Tensor, chosen: list[list[int]], w13: Tensor, w2: Tensor) -> Tens
     num_slots = len(chosen[0])
     places: list[int] = []  # row of m for every padded place; padding repeats row 0
     where = [0] * (len(chosen) * num_slots)  # place of every pair
-    spans: list[tuple[int, int, int]] = []  # expert, first place, end
-    for expert, pairs in members.items():
-        first = len(places)
-        for place, pair in enumerate(pairs, first):
+    sizes: list[int] = []  # padded rows of every expert
+    for pairs in members.values():
+        for place, pair in enumerate(pairs, len(places)):
             where[pair] = place
-        places += [pair // num_slots for pair in pairs]
-        places += [0] * (padded_rows(len(pairs)) - len(pairs))
-        spans.append((expert, first, len(places)))
-    x = m.index_select(0, torch.tensor(places))
-    gate_up = x.new_empty(len(places), w13.shape[1])
-    out = x.new_empty(len(places), w2.shape[1])
-    _grouped_linear(x, w13, spans, gate_up)
-    _grouped_linear(silu_mul_reference(gate_up).to(m.dtype), w2, spans, out)
+        sizes.append(padded_rows(len(pairs)))
+        places += [pair // num_slots for pair in pairs] + [0] * (sizes[-1] - len(pairs))
+    gate_up = _grouped_linear(m.index_select(0, torch.tensor(places)), w13, members, sizes)
+    out = _grouped_linear(silu_mul_reference(gate_up).to(m.dtype), w2, members, sizes)
     return out.index_select(0, torch.tensor(where)).view(len(chosen), num_slots, -1)
 
 
-def _grouped_linear(x: Tensor, w: Tensor, spans: list[tuple[int, int, int]], out: Tensor) -> None:
-    for expert, first, end in spans:
-        torch.mm(x[first:end], w[expert].to(x.dtype).t(), out=out[first:end])
+def _grouped_linear(x: Tensor, w: Tensor, experts: Iterable[int], sizes: list[int]) -> Tensor:
+    """``x [sum of sizes, K]``, ``sizes`` rows for each of ``experts`` of ``w [E, N, K]`` -> ``[sum of sizes, N]``."""
+    parts = x.split(sizes)
+    return torch.cat([linear_reference(part, w[e]) for part, e in zip(parts, experts, strict=True)])

@@ -10,9 +10,12 @@ blocks are added in ascending order starting from zero, so a block that a row ca
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import e, log2
 
 import torch
 from torch import Tensor
+
+_LOG2_E = log2(e)
 
 
 @dataclass
@@ -70,7 +73,8 @@ def _attend(q, k, v, bank, key_cache, value_cache, group: QueryTiles) -> Tensor:
     bias = bias.view(n, size, num_kv, per_kv, blocks, page_size).permute(0, 4, 2, 1, 3, 5)
     scores = scores.mul_(1.0 / d).add_(bias)  # in place: the product's result is ours
 
-    weights = scores.sub_(scores.amax(dim=(1, 5), keepdim=True)).exp_()
+    # base 2: the vendor library's exp takes a slow path at -inf
+    weights = scores.sub_(scores.amax(dim=(1, 5), keepdim=True)).mul_(_LOG2_E).exp2_()
     block_sums = weights.sum(-1)  # [n, b, n_kv, Q, per_kv]: a fixed width
     block_outputs = torch.bmm(weights.view(-1, m, page_size).to(v.dtype), value_blocks.view(-1, page_size, d))
     block_outputs = block_outputs.float().view(n, blocks, num_kv, size, per_kv, d)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _QUANTA = (4, 8, 16)
-_WIDENED_ELEMENTS = 1 << 17  # of a block of narrow weights: 512 KiB in fp32
+_WIDENED_ELEMENTS = 1 << 18  # of a block of narrow weights: 1 MiB in fp32
 _quantum = _QUANTA[0]
 
 
@@ -112,13 +112,12 @@ def _first_failure(
     max_rows: int,
     dtype: torch.dtype,
 ) -> tuple[int, int] | None:
-    """(K, N) of the first product, called as the operations call it, whose rows depend on one another."""
+    """(K, N) of the first product whose rows depend on one another."""
     generator = torch.Generator().manual_seed(1)
     for (k, n), weight_dtype in weights:
         w = torch.randn(n, k, generator=generator).to(weight_dtype)
-        for multiply in (linear_reference, _into):
-            if not _rows_agree(lambda x, m=multiply, w=w: m(x, w), k, quantum, max_rows, dtype):
-                return k, n
+        if not _rows_agree(lambda x, w=w: linear_reference(x, w), k, quantum, max_rows, dtype):
+            return k, n
     for k, n in batched:
         values = torch.randn(3, k, n, generator=generator).to(dtype)
         keys = torch.randn(3, n, k, generator=generator).to(dtype).transpose(1, 2)
@@ -126,12 +125,6 @@ def _first_failure(
             if not _rows_agree(lambda x, w=w: _stack(x, w), k, quantum, min(max_rows, 256), dtype):
                 return k, n
     return None
-
-
-def _into(x: Tensor, w: Tensor) -> Tensor:
-    """As the grouped product of the experts writes its part."""
-    out = x.new_empty(x.shape[0], w.shape[0])
-    return torch.mm(x, w.to(x.dtype).t(), out=out)
 
 
 def _stack(x: Tensor, w: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ class ConvRows:
     """Addresses of one pass, shared by all layers. ``Tp``: padded rows; a slot is page * page_size + offset."""
 
     history: Tensor  # [3 * segments] slots of the 3 positions before each segment; slot 0 holds zeros
-    taps: Tensor  # [3 * Tp] rows of u_{t-3}, then of u_{t-2}, then of u_{t-1}, in cat(u, history)
-    write_rows: Tensor  # rows whose input is kept
+    taps: Tensor  # [4 * Tp] rows of u_{t-3}, then of u_{t-2}, u_{t-1} and u_t, in cat(u, history)
+    write_rows: Tensor | slice  # rows whose input is kept
     write_slots: Tensor  # and where
 
 
@@ -31,12 +31,6 @@ def short_conv_reference(u: Tensor, taps: Tensor, cache: Tensor, rows: ConvRows)
     its tail.
     """
     known = torch.cat((u, cache.index_select(0, rows.history)))
-    cache.index_copy_(0, rows.write_slots, u.index_select(0, rows.write_rows))
-    wide = u.float()
-    older = known.index_select(0, rows.taps).float().view(3, *u.shape) * taps[:3, None]
-    y = wide * taps[3]
-    y += older[2]
-    y += older[1]
-    y += older[0]
-    y += wide
-    return y.to(u.dtype)
+    cache.index_copy_(0, rows.write_slots, u[rows.write_rows])
+    terms = known.index_select(0, rows.taps).float().view(4, *u.shape).mul_(taps[:, None])
+    return terms.sum(0).add_(u).to(u.dtype)

@@ -122,19 +122,28 @@ def _conv_rows(rows: _Rows, tables: PageTables, shape: PassShape) -> ConvRows:
     _require(pages, older >= 0, "conv input", rows.slots)
     history = np.where(older < 0, 0, pages * size + older % size)
 
-    taps = np.zeros((3, rows.padded), np.int64)
+    taps = np.tile(np.arange(rows.padded), (4, 1))
     offset = (
         rows.offset + _OLDER[:, None]
     )  # [3, T] of u_{t-3}, u_{t-2}, u_{t-1} in the segment; negative: history
     start = np.where(offset >= 0, rows.starts[rows.segment], rows.padded + 3 * rows.segment + 3)
-    taps[:, : len(rows.segment)] = start + offset
+    taps[:3, : len(rows.segment)] = start + offset
 
     kept = np.flatnonzero(rows.from_end <= 3 + shape.keep_after)
     positions = rows.positions[kept]
     pages = table[rows.slots[rows.segment[kept]], positions // size]
     _require(pages, None, "conv row", rows.slots)
     slots = pages * size + positions % size
-    return ConvRows(*(torch.from_numpy(a) for a in (history.ravel(), taps.ravel(), kept, slots)))
+    history, taps, slots = (torch.from_numpy(a) for a in (history.ravel(), taps.ravel(), slots))
+    return ConvRows(history, taps, _row_index(kept), slots)
+
+
+def _row_index(rows: np.ndarray) -> Tensor | slice:
+    """An index of ascending ``rows``; a slice, whose rows are not copied, where they are consecutive."""
+    first, count = (int(rows[0]), len(rows)) if len(rows) else (0, 0)
+    if count and rows[-1] - first + 1 != count:
+        return torch.from_numpy(rows)
+    return slice(first, first + count)
 
 
 def _kept_rows(rows: _Rows, shape: PassShape, kind: Kind) -> np.ndarray:
@@ -148,7 +157,9 @@ def _key_writes(rows: _Rows, tables: PageTables, shape: PassShape, kind: Kind) -
     positions = rows.positions[kept]
     pages = tables.pages[kind][rows.slots[rows.segment[kept]], positions // size]
     _require(pages, None, f"{kind.name.lower()} key", rows.slots)
-    return KeyWrites(torch.from_numpy(kept), torch.from_numpy(pages), torch.from_numpy(positions % size))
+    heads = shape.geometries[kind].num_kv_heads
+    places = (pages[:, None] * heads + np.arange(heads)) * size + (positions % size)[:, None]
+    return KeyWrites(_row_index(kept), torch.from_numpy(places.ravel()))
 
 
 def _attention_rows(rows: _Rows, tables: PageTables, shape: PassShape, kind: Kind) -> AttentionRows:

@@ -28,10 +28,14 @@ def _taps(weight: Tensor) -> Tensor:
     return weight.float().t().contiguous()
 
 
-def _wide_vectors(weights: LayerWeights) -> LayerWeights:
-    """Norm weights in fp32, as they are used; matrices stay as they are stored."""
+def _widened(weights: LayerWeights) -> LayerWeights:
+    """Norms and the router's gate in fp32, as they are used; other matrices stay as they are stored."""
     attn = replace(weights.attn, q_norm=weights.attn.q_norm.float(), k_norm=weights.attn.k_norm.float())
-    return replace(weights, attn=attn, attn_norm=weights.attn_norm.float(), mlp_norm=weights.mlp_norm.float())
+    mlp = weights.mlp
+    if not isinstance(mlp, DenseWeights):
+        mlp = replace(mlp, gate=mlp.gate.float())
+    norms = {"attn_norm": weights.attn_norm.float(), "mlp_norm": weights.mlp_norm.float()}
+    return replace(weights, attn=attn, mlp=mlp, **norms)
 
 
 @dataclass
@@ -50,7 +54,7 @@ class DecoderLayer:
 
     @classmethod
     def build(cls, weights: LayerWeights, geometry: AttentionGeometry, config: ModelConfig) -> DecoderLayer:
-        weights = _wide_vectors(weights)
+        weights = _widened(weights)
         attn, mlp = weights.attn, weights.mlp
         dense = isinstance(mlp, DenseWeights)
         rel = attn.rel_proj.t()

@@ -60,21 +60,26 @@ class Layer:
 LAYERS = [Layer(4, 2, 16, 11), Layer(3, 1, 5, 1), Layer(6, 6, 8, 33)]
 
 
-def addresses(first: int, rows: int, kept: int) -> tuple[ConvRows, KeyWrites]:
+def key_writes(rows: Tensor, positions: Tensor, kv_heads: int) -> KeyWrites:
+    """Position p in key page 1 + p // PAGE."""
+    heads = torch.arange(kv_heads)
+    places = ((1 + positions // PAGE)[:, None] * kv_heads + heads) * PAGE + (positions % PAGE)[:, None]
+    return KeyWrites(rows, places.flatten())
+
+
+def addresses(first: int, rows: int, kept: int, kv_heads: int) -> tuple[ConvRows, KeyWrites]:
     """One sequence at positions ``first`` on: conv slot 1 + p, key page 1 + p // PAGE; the last ``kept`` stay."""
     size = padded_rows(rows)
     taps = []
-    for back in (3, 2, 1):
+    for back in (3, 2, 1, 0):
         tap = torch.arange(size)
         for i in range(rows):
             tap[i] = i - back if i >= back else size + 3 + i - back
         taps.append(tap)
     history = torch.tensor([1 + p if p >= 0 else 0 for p in range(first - 3, first)])
     last = torch.arange(rows - kept, rows)
-    position = first + last
-    return ConvRows(history, torch.cat(taps), torch.arange(rows), first + 1 + torch.arange(rows)), KeyWrites(
-        last, 1 + position // PAGE, position % PAGE
-    )
+    conv = ConvRows(history, torch.cat(taps), torch.arange(rows), first + 1 + torch.arange(rows))
+    return conv, key_writes(last, first + last, kv_heads)
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -130,7 +135,10 @@ def test_inputs_of_a_prompt_in_two_chunks_are_within_the_bound(layer: Layer, wit
     for first, end in ((0, cut), (cut, rows)):
         part = None if tau is None else padded(tau[first:end, None])[:, 0]
         out = layer(
-            padded(qkvr[first:end]), part, caches, *addresses(first, end - first, min(6, end - first))
+            padded(qkvr[first:end]),
+            part,
+            caches,
+            *addresses(first, end - first, min(6, end - first), layer.kv_heads),
         )
         parts.append([x[: end - first] for x in out])
     q, k, v, bank = (torch.cat(pair) for pair in zip(*parts, strict=True))
@@ -165,9 +173,9 @@ def test_rows_of_one_row_sequences_do_not_depend_on_the_others(layer: Layer) -> 
     def op(qkvr: Tensor, tau: Tensor) -> Tensor:
         rows = padded(qkvr)
         n, size = len(qkvr), len(rows)
-        zeros = torch.full((size,), size)
-        conv = ConvRows(torch.zeros(3, dtype=torch.int64), zeros.repeat(3), torch.arange(n), 1 + torch.arange(n))
-        writes = KeyWrites(torch.arange(n), 1 + torch.arange(n) // PAGE, torch.arange(n) % PAGE)
+        taps = torch.cat((torch.full((3 * size,), size), torch.arange(size)))
+        conv = ConvRows(torch.zeros(3, dtype=torch.int64), taps, torch.arange(n), 1 + torch.arange(n))
+        writes = key_writes(torch.arange(n), torch.arange(n), layer.kv_heads)
         out = layer(rows, padded(tau[:, None])[:, 0], layer.caches(13), conv, writes)
         return torch.cat([x[:n].flatten(1) for x in out], 1)
 
@@ -177,7 +185,7 @@ def test_rows_of_one_row_sequences_do_not_depend_on_the_others(layer: Layer) -> 
 def test_bfloat16_keys_are_rounded_before_their_norm() -> None:
     layer = Layer(2, 1, 8, 5)
     qkvr = padded(random(8, layer.width, seed=9)).bfloat16()
-    conv, writes = addresses(0, 8, 8)
+    conv, writes = addresses(0, 8, 8, layer.kv_heads)
     caches = [cache.bfloat16() for cache in layer.caches(4)]
     _, k, v, _ = layer(qkvr, None, caches, conv, writes, dtype=torch.bfloat16)
     kv = qkvr[:, 16:32]

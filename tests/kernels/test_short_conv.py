@@ -31,7 +31,7 @@ def addresses(segments: list[tuple[int, int, int]]) -> ConvRows:
     """Segments (sequence, first position, rows). Position p of sequence s has slot 1 + s * LENGTH + p."""
     num_rows = sum(rows for _, _, rows in segments)
     size = padded_rows(num_rows)
-    history, slots, taps = [], [], [list(range(size)) for _ in range(3)]
+    history, slots, taps = [], [], [list(range(size)) for _ in range(4)]
     row = 0
     for index, (sequence, first, rows) in enumerate(segments):
         base = 1 + sequence * LENGTH
