@@ -1,6 +1,6 @@
 """Kernels run on the GPU where there is one, and otherwise in Triton's interpreter on small shapes: same bodies.
 
-The interpreter proves indexing, masks and bounds. It knows neither wgmma nor tf32 nor layouts: bits are proven on a GPU.
+The interpreter proves indexing, masks and bounds. It knows neither wgmma nor tf32 nor layouts: a GPU proves the bits.
 """
 
 from __future__ import annotations
