@@ -1,0 +1,220 @@
+"""Row-exact products on the GPU: every row of ``x @ w.T`` has the same bits at every number of rows.
+
+The weights lie on the M side of the matrix instruction and the rows on its N side. K is cut into segments fixed by the
+weight's shape (configs.SEGMENTS); each has its own fp32 accumulator, and the accumulators are added in segment order:
+
+    out = ((s0 + s1) + s2) + ...        s_i = sum over segment i of w x, in steps of 16 elements of K
+
+Few rows spread the segments over programs, and the last program of a tile to finish adds them up; many rows run the
+segments of a tile one after another in one program.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.cuda.compile import Serving
+from kernels.cuda.configs import SEGMENTS, ProductConfig, num_segments, product_config, segment_unit
+
+MAX_TILES = 1 << 16  # output tiles of one spread launch
+
+
+@triton.jit
+def _segment_sum(
+    w_rows,  # [BLOCK_M] pointers to the weight rows' first elements
+    x_rows,  # [BLOCK_N] pointers to the rows' first elements
+    is_weight,  # [BLOCK_M]
+    is_row,  # [BLOCK_N]
+    segment,
+    K: tl.constexpr,
+    UNIT: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    MASK_M: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """fp32 [BLOCK_M, BLOCK_N]: one segment of K, in ascending order from zero."""
+    units: tl.constexpr = K // UNIT
+    first = segment * units // SEGMENTS * UNIT
+    last = (segment + 1) * units // SEGMENTS * UNIT
+    k = tl.arange(0, BLOCK_K)
+    w_block = w_rows[:, None] + k[None, :]
+    x_block = x_rows[None, :] + k[:, None]
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in tl.range(first, last, BLOCK_K):
+        if MASK_M:
+            weights = tl.load(w_block + start, mask=is_weight[:, None], other=0.0)
+        else:
+            weights = tl.load(w_block + start)
+        rows = tl.load(x_block + start, mask=is_row[None, :], other=0.0)
+        acc = tl.dot(weights, rows, acc)
+    return acc
+
+
+@triton.jit
+def _store_rows(out, total, m, t, num_rows, N: tl.constexpr):
+    """Writes ``total [BLOCK_M, BLOCK_N]`` to rows ``t`` and columns ``m`` of ``out [T, N]``, rounded to its type."""
+    places = out + t.to(tl.int64)[:, None] * N + m[None, :]
+    value = tl.trans(total.to(out.dtype.element_ty))
+    tl.store(places, value, mask=(t < num_rows)[:, None] & (m < N)[None, :])
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _spread_kernel(
+    x,  # bf16 [T, K]
+    w,  # bf16 [N, K]
+    out,  # [T, N]
+    partials,  # fp32 [tiles, SEGMENTS, BLOCK_M, BLOCK_N]
+    counters,  # int32 [tiles], zero between launches
+    num_rows,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    UNIT: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One program a (weight tile, segment, row tile)."""
+    segment = tl.program_id(1)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    t = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
+    w_rows = w + m.to(tl.int64) * K
+    x_rows = x + t.to(tl.int64) * K
+    acc = _segment_sum(
+        w_rows, x_rows, m < N, t < num_rows, segment, K, UNIT, SEGMENTS, N % BLOCK_M != 0, BLOCK_M, BLOCK_N, BLOCK_K
+    )
+    if SEGMENTS == 1:
+        _store_rows(out, acc, m, t, num_rows, N)
+        return
+    tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+    inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    places = partials + tile.to(tl.int64) * (SEGMENTS * BLOCK_M * BLOCK_N) + inside
+    tl.store(places + segment * (BLOCK_M * BLOCK_N), acc)
+    tl.debug_barrier()  # every thread's part is written before the count says so
+    if tl.atomic_add(counters + tile, 1, sem="acq_rel") == SEGMENTS - 1:
+        total = tl.load(places, cache_modifier=".cg")
+        for s in tl.static_range(1, SEGMENTS):
+            total += tl.load(places + s * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
+        _store_rows(out, total, m, t, num_rows, N)
+        tl.store(counters + tile, 0)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _whole_kernel(
+    x,  # bf16 [T, K]
+    w,  # bf16 [N, K]
+    out,  # [T, N]
+    num_rows,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    UNIT: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """One program an output tile; GROUP weight tiles walk the row tiles together, so that both stay in the L2."""
+    num_m: tl.constexpr = (N + BLOCK_M - 1) // BLOCK_M
+    num_n = tl.cdiv(num_rows, BLOCK_N)
+    group = tl.program_id(0) // (GROUP * num_n)
+    in_group = tl.program_id(0) % (GROUP * num_n)
+    width = min(num_m - group * GROUP, GROUP)
+    m = (group * GROUP + in_group % width) * BLOCK_M + tl.arange(0, BLOCK_M)
+    t = in_group // width * BLOCK_N + tl.arange(0, BLOCK_N)
+    w_rows = w + m.to(tl.int64) * K
+    x_rows = x + t.to(tl.int64) * K
+    total = _segment_sum(
+        w_rows, x_rows, m < N, t < num_rows, 0, K, UNIT, SEGMENTS, N % BLOCK_M != 0, BLOCK_M, BLOCK_N, BLOCK_K
+    )
+    for segment in tl.range(1, SEGMENTS):
+        total += _segment_sum(
+            w_rows, x_rows, m < N, t < num_rows, segment, K, UNIT, SEGMENTS, N % BLOCK_M != 0, BLOCK_M, BLOCK_N, BLOCK_K
+        )
+    _store_rows(out, total, m, t, num_rows, N)
+
+
+@cache
+def _counters(device: torch.device) -> Tensor:
+    return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
+
+
+def linear(
+    x: Tensor,
+    w: Tensor,
+    out: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    config: ProductConfig | None = None,
+    segments: int | None = None,
+) -> Tensor:
+    """``x [T, K] @ w[N, K].T -> [T, N]``, row-exact: bf16 operands, fp32 accumulation, rounded once to ``out``'s type.
+
+    ``out``: bf16 or fp32, given or made in ``out_dtype`` (default: x's). ``config``: another launch with the same bits;
+    ``segments``: another order of the sum, for tuning. Launches of one device run on one stream at a time: they share
+    the counters. Raises ValueError for shapes, types or layouts that it does not take.
+    """
+    (rows, k), n = x.shape, w.shape[0]
+    if w.shape[1] != k or k % 16:
+        raise ValueError(f"x {list(x.shape)} times w {list(w.shape)}: K has to be equal and a multiple of 16")
+    if not (x.is_contiguous() and w.is_contiguous()) or x.data_ptr() % 16 or w.data_ptr() % 16:
+        raise ValueError("x and w have to be contiguous and 16-byte aligned")
+    if out is None:
+        out = torch.empty((rows, n), dtype=out_dtype or x.dtype, device=x.device)
+    if out.shape != (rows, n) or not out.is_contiguous():
+        raise ValueError(f"out {list(out.shape)} has to be contiguous [{rows}, {n}]")
+    if not rows:
+        return out
+    config = config or product_config(n, k, rows)
+    segments = segments or num_segments(n, k)
+    blocks = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
+    shape = {"N": n, "K": k, "UNIT": segment_unit(k), "SEGMENTS": segments}
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    num_m, num_n = -(-n // config.block_m), -(-rows // config.block_n)
+    if not config.is_spread:
+        _whole_kernel[(num_m * num_n,)](x, w, out, rows, **shape, **blocks, GROUP=config.group, **options)
+        return out
+    if num_m * num_n > MAX_TILES:
+        raise ValueError(f"{num_m * num_n} tiles, at most {MAX_TILES} in a spread launch; take a whole one")
+    size = num_m * num_n * segments * config.block_m * config.block_n if segments > 1 else 1
+    partials = torch.empty(size, dtype=torch.float32, device=x.device)
+    grid = (num_m, segments, num_n)
+    _spread_kernel[grid](x, w, out, partials, _counters(x.device), rows, **shape, **blocks, **options)
+    return out
+
+
+_TYPES = {"x": "*bf16", "w": "*bf16", "out": "*bf16", "num_rows": "i32"}
+_SPREAD_TYPES = {**_TYPES, "partials": "*fp32", "counters": "*i32"}
+
+
+def serving(n: int, k: int, rows: int, config: ProductConfig | None = None, out: str = "*bf16") -> Serving:
+    """What ``linear`` launches for ``rows`` rows times a weight ``[N, K]``."""
+    config = config or product_config(n, k, rows)
+    kernel, types = (_spread_kernel, _SPREAD_TYPES) if config.is_spread else (_whole_kernel, _TYPES)
+    values = {"N": n, "K": k, "UNIT": segment_unit(k), "SEGMENTS": num_segments(n, k), "BLOCK_M": config.block_m}
+    values |= {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
+    values |= {} if config.is_spread else {"GROUP": config.group}
+    return Serving(
+        name=f"linear {rows}x{k}x{n} {config}",
+        kernel=kernel,
+        signature=types | {"out": out},
+        constexprs=values,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        wgmma=True,
+    )
+
+
+# Every configuration of Inkling-Small and mini: one row count of each class.
+SERVING = [
+    serving(n, k, rows, out="*fp32" if n < 1024 else "*bf16")
+    for n, k in SEGMENTS
+    for rows in (1, 32, 64, 128, 2048)
+]
