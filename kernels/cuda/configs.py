@@ -35,22 +35,23 @@ class ProductConfig:
         return f"{blocks} w{self.num_warps} s{self.num_stages} {'spread' if self.is_spread else f'g{self.group}'}"
 
 
-# (N, K): segments, the smallest count that fills the machine with few rows in one wave. Changing one changes bits.
+# (N, K): segments: the fewest with which few rows keep the memory busy. Changing one changes bits.
 SEGMENTS: dict[tuple[int, int], int] = {
     # Inkling-Small, H 4096
-    (6656, 4096): 5,
+    (6656, 4096): 2,
     (4096, 4096): 4,
     (32768, 4096): 1,
     (4096, 16384): 4,
     (8192, 4096): 2,
     (258, 4096): 16,
     # mini, H 2048
-    (3328, 2048): 5,
-    (2048, 2048): 8,
+    (3328, 2048): 3,
+    (2048, 2048): 4,
     (16384, 2048): 1,
-    (2048, 8192): 8,
-    (6144, 2048): 4,
-    (2048, 3072): 8,
+    (2048, 8192): 4,
+    (6144, 2048): 2,
+    (2048, 3072): 4,
+    (130, 2048): 8,
 }
 
 # (N, K): configurations by row count, each up to its number of rows; others follow ``product_config``'s rule.

@@ -25,36 +25,13 @@ MAX_TILES = 1 << 16  # output tiles of one spread launch
 
 
 @triton.jit
-def _segment_sum(
-    w_rows,  # [BLOCK_M] pointers to the weight rows' first elements
-    x_rows,  # [BLOCK_N] pointers to the rows' first elements
-    is_weight,  # [BLOCK_M]
-    is_row,  # [BLOCK_N]
-    segment,
-    K: tl.constexpr,
-    UNIT: tl.constexpr,
-    SEGMENTS: tl.constexpr,
-    MASK_M: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-):
-    """fp32 [BLOCK_M, BLOCK_N]: one segment of K, in ascending order from zero."""
-    units: tl.constexpr = K // UNIT
-    first = segment * units // SEGMENTS * UNIT
-    last = (segment + 1) * units // SEGMENTS * UNIT
-    k = tl.arange(0, BLOCK_K)
-    w_block = w_rows[:, None] + k[None, :]
-    x_block = x_rows[None, :] + k[:, None]
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in tl.range(first, last, BLOCK_K):
-        if MASK_M:
-            weights = tl.load(w_block + start, mask=is_weight[:, None], other=0.0)
-        else:
-            weights = tl.load(w_block + start)
-        rows = tl.load(x_block + start, mask=is_row[None, :], other=0.0)
-        acc = tl.dot(weights, rows, acc)
-    return acc
+def _step(w_block, x_block, is_weight, is_row, acc, MASK_M: tl.constexpr):
+    """``acc [BLOCK_M, BLOCK_N]`` plus one block of K."""
+    if MASK_M:
+        weights = tl.load(w_block, mask=is_weight[:, None], other=0.0)
+    else:
+        weights = tl.load(w_block)
+    return tl.dot(weights, tl.load(x_block, mask=is_row[None, :], other=0.0), acc)
 
 
 @triton.jit
@@ -85,25 +62,27 @@ def _spread_kernel(
     segment = tl.program_id(1)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     t = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
-    w_rows = w + m.to(tl.int64) * K
-    x_rows = x + t.to(tl.int64) * K
-    acc = _segment_sum(
-        w_rows, x_rows, m < N, t < num_rows, segment, K, UNIT, SEGMENTS, N % BLOCK_M != 0, BLOCK_M, BLOCK_N, BLOCK_K
-    )
+    k = tl.arange(0, BLOCK_K)
+    w_block = w + m.to(tl.int64)[:, None] * K + k[None, :]
+    x_block = x + t.to(tl.int64)[None, :] * K + k[:, None]
+    units: tl.constexpr = K // UNIT
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for start in tl.range(segment * units // SEGMENTS * UNIT, (segment + 1) * units // SEGMENTS * UNIT, BLOCK_K):
+        acc = _step(w_block + start, x_block + start, m < N, t < num_rows, acc, N % BLOCK_M != 0)
     if SEGMENTS == 1:
         _store_rows(out, acc, m, t, num_rows, N)
-        return
-    tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-    inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    places = partials + tile.to(tl.int64) * (SEGMENTS * BLOCK_M * BLOCK_N) + inside
-    tl.store(places + segment * (BLOCK_M * BLOCK_N), acc)
-    tl.debug_barrier()  # every thread's part is written before the count says so
-    if tl.atomic_add(counters + tile, 1, sem="acq_rel") == SEGMENTS - 1:
-        total = tl.load(places, cache_modifier=".cg")
-        for s in tl.static_range(1, SEGMENTS):
-            total += tl.load(places + s * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
-        _store_rows(out, total, m, t, num_rows, N)
-        tl.store(counters + tile, 0)
+    else:
+        tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
+        inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        places = partials + tile.to(tl.int64) * (SEGMENTS * BLOCK_M * BLOCK_N) + inside
+        tl.store(places + segment * (BLOCK_M * BLOCK_N), acc)
+        tl.debug_barrier()  # every thread's part is written before the count says so
+        if tl.atomic_add(counters + tile, 1, sem="acq_rel") == SEGMENTS - 1:
+            total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for s in tl.static_range(SEGMENTS):
+                total += tl.load(places + s * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
+            _store_rows(out, total, m, t, num_rows, N)
+            tl.store(counters + tile, 0)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -129,16 +108,24 @@ def _whole_kernel(
     width = min(num_m - group * GROUP, GROUP)
     m = (group * GROUP + in_group % width) * BLOCK_M + tl.arange(0, BLOCK_M)
     t = in_group // width * BLOCK_N + tl.arange(0, BLOCK_N)
-    w_rows = w + m.to(tl.int64) * K
-    x_rows = x + t.to(tl.int64) * K
-    total = _segment_sum(
-        w_rows, x_rows, m < N, t < num_rows, 0, K, UNIT, SEGMENTS, N % BLOCK_M != 0, BLOCK_M, BLOCK_N, BLOCK_K
-    )
-    for segment in tl.range(1, SEGMENTS):
-        total += _segment_sum(
-            w_rows, x_rows, m < N, t < num_rows, segment, K, UNIT, SEGMENTS, N % BLOCK_M != 0, BLOCK_M, BLOCK_N, BLOCK_K
-        )
-    _store_rows(out, total, m, t, num_rows, N)
+    is_weight, is_row = m < N, t < num_rows
+    k = tl.arange(0, BLOCK_K)
+    w_block = w + m.to(tl.int64)[:, None] * K + k[None, :]
+    x_block = x + t.to(tl.int64)[None, :] * K + k[:, None]
+    units: tl.constexpr = K // UNIT
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    segment = 0
+    last = units // SEGMENTS * UNIT  # where the segment ends
+    for start in tl.range(0, K, BLOCK_K):
+        acc = _step(w_block + start, x_block + start, is_weight, is_row, acc, N % BLOCK_M != 0)
+        if SEGMENTS > 1:  # noqa: SIM102 (known to the compiler; the next is not)
+            if start + BLOCK_K == last:
+                total += acc
+                acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                segment += 1
+                last = (segment + 1) * units // SEGMENTS * UNIT
+    _store_rows(out, acc if SEGMENTS == 1 else total, m, t, num_rows, N)
 
 
 @cache
@@ -202,7 +189,7 @@ def serving(n: int, k: int, rows: int, config: ProductConfig | None = None, out:
     values |= {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
     values |= {} if config.is_spread else {"GROUP": config.group}
     return Serving(
-        name=f"linear {rows}x{k}x{n} {config}",
+        name=f"linear {rows} x {k} -> {n}: {config}",
         kernel=kernel,
         signature=types | {"out": out},
         constexprs=values,
