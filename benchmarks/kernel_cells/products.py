@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernel_cells.cell import Built, Cell, rotating
-from kernels.cuda.configs import ProductConfig, num_segments, segment_unit
+from kernels.cuda.configs import ProductConfig, num_segments, product_config, segment_unit
 from kernels.cuda.products import linear
 
 Shape = tuple[int, int]  # N, K of a weight
@@ -98,10 +98,11 @@ def few_row_candidates(n: int, k: int, rows: int) -> dict[str, tuple[ProductConf
         if stages >= 3:
             blocks = {"block_m": block_m, "block_k": block_k, "num_warps": warps, "num_stages": stages}
             tried.append(replace(base, **blocks))
+    tried[1:1] = [replace(c, is_early=True) for c in (tried[0], *tried[2:3])]
     found = {f"{c}": (c, segments) for c in tried}
     for other in (1, 2, 3, 4, 5, 6, 8, 16):
         if other != segments and 0.4 <= other / segments <= 2.5 and k // other >= 256:
-            found |= {f"{c} S{other}": (replace(c, is_spread=other > 1), other) for c in tried[1:3]}
+            found |= {f"{c} S{other}": (replace(c, is_spread=other > 1), other) for c in tried[3:5]}
     return found
 
 
@@ -138,9 +139,12 @@ def _cell(model: str, name: str, n: int, k: int, rows: int) -> Cell:
     return Cell(op, shape, partial(build, n, k, rows, bound=bound), _builds(n, k, rows, tried))
 
 
-def build_layer(shapes: Sequence[Shape], rows: int) -> Built:
-    """Every product of a layer, one after another, on its own input."""
-    parts = [build(n, k, rows) for n, k in shapes]
+def build_layer(shapes: Sequence[Shape], rows: int, is_early: bool | None = None) -> Built:
+    """Every product of a layer, one after another, on its own input; ``is_early``: instead of the table's choice."""
+    configs = [product_config(n, k, rows) for n, k in shapes]
+    if is_early is not None:
+        configs = [replace(config, is_early=is_early) for config in configs]
+    parts = [build(n, k, rows, config) for (n, k), config in zip(shapes, configs, strict=True)]
     sets = min(len(part.runs) for part in parts)
 
     def in_turn(functions: Sequence[Callable[[], object]]) -> None:
@@ -166,7 +170,9 @@ def cells() -> list[Cell]:
         for kind, others in (("dense", dense), ("sparse", sparse)):
             shapes = [*attention.values(), *others.values()]
             for rows in FEW:
-                found.append(Cell("product layer", f"{model} {kind} {rows} rows", partial(build_layer, shapes, rows)))
+                tried = {"early": partial(build_layer, shapes, rows, True)}
+                shape = f"{model} {kind} {rows} rows"
+                found.append(Cell("product layer", shape, partial(build_layer, shapes, rows), tried))
     for model, (attention, dense, sparse) in MODELS.items():
         for name, (n, k) in (attention | dense | sparse).items():
             if (model, name) != ("small", "shared w2"):

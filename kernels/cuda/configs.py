@@ -29,10 +29,12 @@ class ProductConfig:
     num_stages: int
     is_spread: bool
     group: int = 8  # weight tiles that walk the token tiles together (many rows)
+    is_early: bool = False  # programmatic dependent launch: starts, and fetches weights, while the last launch ends
 
     def __str__(self) -> str:
         blocks = f"{self.block_m}x{self.block_n}x{self.block_k}"
-        return f"{blocks} w{self.num_warps} s{self.num_stages} {'spread' if self.is_spread else f'g{self.group}'}"
+        kind = "spread" if self.is_spread else f"g{self.group}"
+        return f"{blocks} w{self.num_warps} s{self.num_stages} {kind}{' early' if self.is_early else ''}"
 
 
 # (N, K): segments: the fewest with which few rows keep the memory busy. Changing one changes bits.

@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.cuda.compile import Serving
 from kernels.cuda.configs import SEGMENTS, ProductConfig, num_segments, product_config, segment_unit
@@ -32,6 +33,26 @@ def _step(w_block, x_block, is_weight, is_row, acc, MASK_M: tl.constexpr):
     else:
         weights = tl.load(w_block)
     return tl.dot(weights, tl.load(x_block, mask=is_row[None, :], other=0.0), acc)
+
+
+@triton.jit
+def _wait_for_inputs(w, m, first, last, N: tl.constexpr, K: tl.constexpr):
+    """Lets the next launch begin, asks the second-level cache for the first weights, and waits for the last launch.
+
+    Weights never depend on an earlier launch; x, out, partials and counters may, and are touched after this alone.
+    """
+    gdc_launch_dependents()
+    k = first + tl.arange(0, 16) * 64  # one element of each line of 128 bytes
+    addresses = (w + m.to(tl.int64)[:, None] * K + k[None, :]).to(tl.int64)
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [addresses, ((m < N)[:, None] & (k < last)[None, :]).to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+    gdc_wait()
 
 
 @triton.jit
@@ -57,6 +78,7 @@ def _spread_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,  # launched before the last launch has ended
 ):
     """One program a (weight tile, segment, row tile)."""
     segment = tl.program_id(1)
@@ -66,8 +88,11 @@ def _spread_kernel(
     w_block = w + m.to(tl.int64)[:, None] * K + k[None, :]
     x_block = x + t.to(tl.int64)[None, :] * K + k[:, None]
     units: tl.constexpr = K // UNIT
+    first, last = segment * units // SEGMENTS * UNIT, (segment + 1) * units // SEGMENTS * UNIT
+    if EARLY:
+        _wait_for_inputs(w, m, first, last, N, K)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for start in tl.range(segment * units // SEGMENTS * UNIT, (segment + 1) * units // SEGMENTS * UNIT, BLOCK_K):
+    for start in tl.range(first, last, BLOCK_K):
         acc = _step(w_block + start, x_block + start, m < N, t < num_rows, acc, N % BLOCK_M != 0)
     if SEGMENTS == 1:
         _store_rows(out, acc, m, t, num_rows, N)
@@ -98,6 +123,7 @@ def _whole_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,  # launched before the last launch has ended
     GROUP: tl.constexpr,
 ):
     """One program an output tile; GROUP weight tiles walk the row tiles together, so that both stay in the L2."""
@@ -117,6 +143,8 @@ def _whole_kernel(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     segment = 0
     last = units // SEGMENTS * UNIT  # where the segment ends
+    if EARLY:
+        _wait_for_inputs(w, m, 0, last, N, K)
     for start in tl.range(0, K, BLOCK_K):
         acc = _step(w_block + start, x_block + start, is_weight, is_row, acc, N % BLOCK_M != 0)
         if SEGMENTS > 1:  # noqa: SIM102 (known to the compiler; the next is not)
@@ -162,8 +190,9 @@ def linear(
     config = config or product_config(n, k, rows)
     segments = segments or num_segments(n, k)
     blocks = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
+    blocks["EARLY"] = config.is_early
     shape = {"N": n, "K": k, "UNIT": segment_unit(k), "SEGMENTS": segments}
-    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "launch_pdl": config.is_early}
     num_m, num_n = -(-n // config.block_m), -(-rows // config.block_n)
     if not config.is_spread:
         _whole_kernel[(num_m * num_n,)](x, w, out, rows, **shape, **blocks, GROUP=config.group, **options)
@@ -186,7 +215,7 @@ def serving(n: int, k: int, rows: int, config: ProductConfig | None = None, out:
     config = config or product_config(n, k, rows)
     kernel, types = (_spread_kernel, _SPREAD_TYPES) if config.is_spread else (_whole_kernel, _TYPES)
     values = {"N": n, "K": k, "UNIT": segment_unit(k), "SEGMENTS": num_segments(n, k), "BLOCK_M": config.block_m}
-    values |= {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
+    values |= {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "EARLY": config.is_early}
     values |= {} if config.is_spread else {"GROUP": config.group}
     return Serving(
         name=f"linear {rows} x {k} -> {n}: {config}",
@@ -196,6 +225,7 @@ def serving(n: int, k: int, rows: int, config: ProductConfig | None = None, out:
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         wgmma=True,
+        options={"launch_pdl": config.is_early},
     )
 
 

@@ -5,6 +5,8 @@ In the interpreter the operands are small integers, whose sums are exact in fp32
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -94,6 +96,32 @@ def check_graph_replay(n: int, k: int, device: str, rows: tuple[int, ...] = (1, 
             graph.replay()
             assert torch.equal(out, linear(x, w, poisoned(count, n, device))), (n, k, count, seed)
     assert not _counters(x.device).any(), "counters return to zero"
+
+
+def check_early_launches(n: int, k: int, device: str, length: int = 8) -> None:
+    """A chain of products, each reading what the last one wrote, gives the same bits when launches overlap."""
+    for rows in (1, 16, 64, 300):
+        x, w = reals(rows, n, k, device)
+        back = reals(k, 1, n, device, 2)[0]  # [K, N]: to the width of the input
+        steps = [(w, n, k), (back, k, n)] * length
+
+        def chain(is_early: bool, x=x, steps=steps, rows=rows) -> list[Tensor]:
+            found = [x]
+            for weight, width, depth in steps:
+                config = replace(product_config(width, depth, rows), is_early=is_early)
+                found.append(linear(found[-1], weight, config=config))
+            return found
+
+        wanted = chain(False)
+        chain(True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = chain(True)
+        for _ in range(20):
+            for out in found[1:]:
+                out.fill_(float("nan"))
+            graph.replay()
+            assert all(map(torch.equal, found, wanted)), (n, k, rows)
 
 
 @pytest.mark.parametrize(("n", "k"), SMALL)
@@ -186,6 +214,12 @@ def test_served_shapes_are_within_their_bound_and_replay(n, k, device):
     for rows in (1, 64, 300):
         check_against_float64(n, k, rows, device)
     check_graph_replay(n, k, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (2048, 2048), (3328, 2048), (16384, 2048)])
+def test_early_launches_wait_for_what_the_last_one_wrote(n, k, device):
+    check_early_launches(n, k, device)
 
 
 @pytest.mark.gpu
