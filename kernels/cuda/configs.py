@@ -46,6 +46,7 @@ SEGMENTS: dict[tuple[int, int], int] = {
     (4096, 16384): 4,
     (8192, 4096): 2,
     (258, 4096): 16,
+    (4096, 8192): 4,
     # mini, H 2048
     (3328, 2048): 3,
     (2048, 2048): 4,
@@ -54,6 +55,7 @@ SEGMENTS: dict[tuple[int, int], int] = {
     (6144, 2048): 2,
     (2048, 3072): 4,
     (130, 2048): 8,
+    (2048, 4096): 4,
 }
 
 # (N, K): configurations by row count, each up to its number of rows; others follow ``product_config``'s rule.
@@ -90,7 +92,7 @@ def default_config(n: int, k: int, rows: int) -> ProductConfig:
     if rows <= FEW_ROWS:
         block_n = max(16, 1 << (rows - 1).bit_length())
         # Many rows read their own part again for every weight tile: taller tiles, where enough remain.
-        block_m = 128 if rows > 16 and -(-n // 128) * segments >= 120 else 64
+        block_m = 128 if rows > 16 and -(-n // 128) * segments >= 100 else 64
         resident = min(4, -(-(-(-n // block_m) * segments) // PROCESSORS))  # programs on one multiprocessor
         shared = SHARED_BYTES // resident // ((block_m + block_n) * 2)  # elements of K in flight
         if shared >= 4 * segment_unit(k):

@@ -158,6 +158,8 @@ def _whole_kernel(
 
 @cache
 def _counters(device: torch.device) -> Tensor:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("the first product of a device is inside a graph capture; launch one before")
     return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
 
 
