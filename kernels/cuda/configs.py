@@ -30,11 +30,12 @@ class ProductConfig:
     is_spread: bool
     group: int = 8  # weight tiles that walk the token tiles together (many rows)
     is_early: bool = False  # programmatic dependent launch: starts, and fetches weights, while the last launch ends
+    is_bulk: bool = False  # blocks come by the bulk tensor copy engine
 
     def __str__(self) -> str:
         blocks = f"{self.block_m}x{self.block_n}x{self.block_k}"
         kind = "spread" if self.is_spread else f"g{self.group}"
-        return f"{blocks} w{self.num_warps} s{self.num_stages} {kind}{' early' if self.is_early else ''}"
+        return f"{blocks} w{self.num_warps} s{self.num_stages} {kind}{' early' * self.is_early}{' bulk' * self.is_bulk}"
 
 
 # (N, K): segments: the fewest with which few rows keep the memory busy. Changing one changes bits.

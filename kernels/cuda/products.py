@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.cuda.compile import Serving
 from kernels.cuda.configs import SEGMENTS, ProductConfig, num_segments, product_config, segment_unit
@@ -26,32 +27,48 @@ MAX_TILES = 1 << 16  # output tiles of one spread launch
 
 
 @triton.jit
-def _step(w_block, x_block, is_weight, is_row, acc, MASK_M: tl.constexpr):
-    """``acc [BLOCK_M, BLOCK_N]`` plus one block of K."""
-    if MASK_M:
-        weights = tl.load(w_block, mask=is_weight[:, None], other=0.0)
+def _blocks(x, w, m, t, K: tl.constexpr, BLOCK_K: tl.constexpr, BULK: tl.constexpr):
+    """What ``_step`` loads from: tensor descriptors, or pointers to the first blocks of K."""
+    if BULK:
+        return w, x
     else:
-        weights = tl.load(w_block)
-    return tl.dot(weights, tl.load(x_block, mask=is_row[None, :], other=0.0), acc)
+        k = tl.arange(0, BLOCK_K)
+        return w + m.to(tl.int64)[:, None] * K + k[None, :], x + t.to(tl.int64)[None, :] * K + k[:, None]
 
 
 @triton.jit
-def _wait_for_inputs(w, m, first, last, N: tl.constexpr, K: tl.constexpr):
+def _step(w, x, first_m, first_t, start, is_weight, is_row, acc, MASK_M: tl.constexpr, BULK: tl.constexpr):
+    """``acc [BLOCK_M, BLOCK_N]`` plus the block of K at ``start``; rows beyond the end count as 0."""
+    if BULK:
+        weights = w.load([first_m, start])
+        rows = x.load([first_t, start]).T
+    else:
+        if MASK_M:
+            weights = tl.load(w + start, mask=is_weight[:, None], other=0.0)
+        else:
+            weights = tl.load(w + start)
+        rows = tl.load(x + start, mask=is_row[None, :], other=0.0)
+    return tl.dot(weights, rows, acc)
+
+
+@triton.jit
+def _wait_for_inputs(w, m, first, last, N: tl.constexpr, K: tl.constexpr, BULK: tl.constexpr):
     """Lets the next launch begin, asks the second-level cache for the first weights, and waits for the last launch.
 
     Weights never depend on an earlier launch; x, out, partials and counters may, and are touched after this alone.
     """
     gdc_launch_dependents()
-    k = first + tl.arange(0, 16) * 64  # one element of each line of 128 bytes
-    addresses = (w + m.to(tl.int64)[:, None] * K + k[None, :]).to(tl.int64)
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [addresses, ((m < N)[:, None] & (k < last)[None, :]).to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    if not BULK:
+        k = first + tl.arange(0, 16) * 64  # one element of each line of 128 bytes
+        addresses = (w + m.to(tl.int64)[:, None] * K + k[None, :]).to(tl.int64)
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+            "=r,l,r",
+            [addresses, ((m < N)[:, None] & (k < last)[None, :]).to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     gdc_wait()
 
 
@@ -78,22 +95,23 @@ def _spread_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BULK: tl.constexpr,  # x and w are tensor descriptors of the blocks
     EARLY: tl.constexpr,  # launched before the last launch has ended
 ):
     """One program a (weight tile, segment, row tile)."""
     segment = tl.program_id(1)
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    t = tl.program_id(2) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
-    w_block = w + m.to(tl.int64)[:, None] * K + k[None, :]
-    x_block = x + t.to(tl.int64)[None, :] * K + k[:, None]
+    first_m, first_t = tl.program_id(0) * BLOCK_M, tl.program_id(2) * BLOCK_N
+    m, t = first_m + tl.arange(0, BLOCK_M), first_t + tl.arange(0, BLOCK_N)
     units: tl.constexpr = K // UNIT
     first, last = segment * units // SEGMENTS * UNIT, (segment + 1) * units // SEGMENTS * UNIT
     if EARLY:
-        _wait_for_inputs(w, m, first, last, N, K)
+        _wait_for_inputs(w, m, first, last, N, K, BULK)
+    w_block, x_block = _blocks(x, w, m, t, K, BLOCK_K, BULK)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in tl.range(first, last, BLOCK_K):
-        acc = _step(w_block + start, x_block + start, m < N, t < num_rows, acc, N % BLOCK_M != 0)
+        acc = _step(
+            w_block, x_block, first_m, first_t, start, m < N, t < num_rows, acc, N % BLOCK_M != 0, BULK
+        )
     if SEGMENTS == 1:
         _store_rows(out, acc, m, t, num_rows, N)
     else:
@@ -123,6 +141,7 @@ def _whole_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    BULK: tl.constexpr,  # x and w are tensor descriptors of the blocks
     EARLY: tl.constexpr,  # launched before the last launch has ended
     GROUP: tl.constexpr,
 ):
@@ -132,21 +151,21 @@ def _whole_kernel(
     group = tl.program_id(0) // (GROUP * num_n)
     in_group = tl.program_id(0) % (GROUP * num_n)
     width = min(num_m - group * GROUP, GROUP)
-    m = (group * GROUP + in_group % width) * BLOCK_M + tl.arange(0, BLOCK_M)
-    t = in_group // width * BLOCK_N + tl.arange(0, BLOCK_N)
-    is_weight, is_row = m < N, t < num_rows
-    k = tl.arange(0, BLOCK_K)
-    w_block = w + m.to(tl.int64)[:, None] * K + k[None, :]
-    x_block = x + t.to(tl.int64)[None, :] * K + k[:, None]
+    first_m = (group * GROUP + in_group % width) * BLOCK_M
+    first_t = in_group // width * BLOCK_N
+    m, t = first_m + tl.arange(0, BLOCK_M), first_t + tl.arange(0, BLOCK_N)
     units: tl.constexpr = K // UNIT
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     segment = 0
     last = units // SEGMENTS * UNIT  # where the segment ends
     if EARLY:
-        _wait_for_inputs(w, m, 0, last, N, K)
+        _wait_for_inputs(w, m, 0, last, N, K, BULK)
+    w_block, x_block = _blocks(x, w, m, t, K, BLOCK_K, BULK)
     for start in tl.range(0, K, BLOCK_K):
-        acc = _step(w_block + start, x_block + start, is_weight, is_row, acc, N % BLOCK_M != 0)
+        acc = _step(
+            w_block, x_block, first_m, first_t, start, m < N, t < num_rows, acc, N % BLOCK_M != 0, BULK
+        )
         if SEGMENTS > 1:  # noqa: SIM102 (known to the compiler; the next is not)
             if start + BLOCK_K == last:
                 total += acc
@@ -192,19 +211,23 @@ def linear(
     config = config or product_config(n, k, rows)
     segments = segments or num_segments(n, k)
     blocks = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
-    blocks["EARLY"] = config.is_early
+    blocks |= {"BULK": config.is_bulk, "EARLY": config.is_early}
     shape = {"N": n, "K": k, "UNIT": segment_unit(k), "SEGMENTS": segments}
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "launch_pdl": config.is_early}
     num_m, num_n = -(-n // config.block_m), -(-rows // config.block_n)
+    x_side, w_side = x, w
+    if config.is_bulk:
+        x_side = TensorDescriptor.from_tensor(x, [config.block_n, config.block_k])
+        w_side = TensorDescriptor.from_tensor(w, [config.block_m, config.block_k])
     if not config.is_spread:
-        _whole_kernel[(num_m * num_n,)](x, w, out, rows, **shape, **blocks, GROUP=config.group, **options)
+        _whole_kernel[(num_m * num_n,)](x_side, w_side, out, rows, **shape, **blocks, GROUP=config.group, **options)
         return out
     if num_m * num_n > MAX_TILES:
         raise ValueError(f"{num_m * num_n} tiles, at most {MAX_TILES} in a spread launch; take a whole one")
     size = num_m * num_n * segments * config.block_m * config.block_n if segments > 1 else 1
     partials = torch.empty(size, dtype=torch.float32, device=x.device)
     grid = (num_m, segments, num_n)
-    _spread_kernel[grid](x, w, out, partials, _counters(x.device), rows, **shape, **blocks, **options)
+    _spread_kernel[grid](x_side, w_side, out, partials, _counters(x.device), rows, **shape, **blocks, **options)
     return out
 
 
@@ -217,7 +240,10 @@ def serving(n: int, k: int, rows: int, config: ProductConfig | None = None, out:
     config = config or product_config(n, k, rows)
     kernel, types = (_spread_kernel, _SPREAD_TYPES) if config.is_spread else (_whole_kernel, _TYPES)
     values = {"N": n, "K": k, "UNIT": segment_unit(k), "SEGMENTS": num_segments(n, k), "BLOCK_M": config.block_m}
-    values |= {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "EARLY": config.is_early}
+    values |= {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "BULK": config.is_bulk, "EARLY": config.is_early}
+    if config.is_bulk:
+        sides = {"x": config.block_n, "w": config.block_m}
+        types = types | {name: f"tensordesc<bf16[{side}, {config.block_k}]>" for name, side in sides.items()}
     values |= {} if config.is_spread else {"GROUP": config.group}
     return Serving(
         name=f"linear {rows} x {k} -> {n}: {config}",

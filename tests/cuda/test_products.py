@@ -48,6 +48,7 @@ def launches(n: int, k: int) -> list[ProductConfig]:
     found = [default_config(n, k, rows) for rows in (1, 17, 64, 65, 300, 5000)]
     found += [ProductConfig(64, block_n, min(block_k, 32), 4, 3, False) for block_n in (16, 64)]
     found += [ProductConfig(64, 256, min(block_k, 32), 8, 3, False)]
+    found += [replace(found[i], is_bulk=True) for i in (1, 4, 6, 7)]
     return found + [ProductConfig(128, 32, block_k, 8, 2, True), ProductConfig(128, 64, block_k, 4, 2, False, group=3)]
 
 
