@@ -84,40 +84,40 @@ def few_row_candidates(n: int, k: int, rows: int) -> dict[str, tuple[ProductConf
     base = ProductConfig(64, block_n, small, 4, 4, segments > 1)
     shared = 224 << 10
     tried = []
-    for block_m, block_k, warps, resident in (
-        (64, small, 4, 4),
-        (64, unit, 4, 2),
-        (128, small, 4, 2),
-        (128, unit, 8, 1),
-        (64, small, 4, 3),
-        (64, unit, 4, 1),
-        (128, small, 8, 2),
-        (256, small, 8, 1),
+    for block_m, block_k, warps, resident, min_rows in (
+        (64, small, 4, 4, 1),
+        (64, unit, 4, 2, 1),
+        (128, small, 4, 2, 1),
+        (64, unit, 4, 1, 1),
+        (128, unit, 8, 1, 17),
+        (128, small, 8, 2, 17),
+        (256, small, 8, 1, 17),
     ):
         stages = min(8, shared // resident // ((block_m + block_n) * block_k * 2))
-        if stages >= 3:
+        if stages >= 3 and rows >= min_rows:
             blocks = {"block_m": block_m, "block_k": block_k, "num_warps": warps, "num_stages": stages}
             tried.append(replace(base, **blocks))
-    tried[1:1] = [replace(c, is_early=True) for c in (tried[0], *tried[2:3])]
+    plain = [tried[0], *tried[2:3]]
+    others = tried[1:2] if rows <= 16 else tried[2:3]
+    tried += [replace(c, is_early=True) for c in plain] + [replace(c, is_bulk=True) for c in tried[:3]]
     found = {f"{c}": (c, segments) for c in tried}
     for other in (1, 2, 3, 4, 5, 6, 8, 16):
         if other != segments and 0.4 <= other / segments <= 2.5 and k // other >= 256:
-            found |= {f"{c} S{other}": (replace(c, is_spread=other > 1), other) for c in tried[3:5]}
+            found |= {f"{c} S{other}": (replace(c, is_spread=other > 1), other) for c in others}
     return found
 
 
 def many_row_candidates(n: int, k: int) -> dict[str, tuple[ProductConfig, int]]:
     """Other launches with the same bits; those named "free" have one segment, the best without row-exactness."""
     segments, block_k = num_segments(n, k), min(segment_unit(k), 64)
-    blocks = [(128, 128, 8, 4), (128, 128, 8, 3), (64, 128, 4, 3), (64, 128, 4, 4), (64, 256, 8, 3), (128, 64, 4, 4)]
-    tried = [ProductConfig(m, n_, block_k, warps, stages, False) for m, n_, warps, stages in blocks]
-    tried += [replace(tried[0], group=16), replace(tried[2], group=16)]
-    wide = [ProductConfig(128, 256, block_k, 8, stages, False) for stages in (3, 4)]
-    wide += [ProductConfig(256, 128, block_k, 8, 3, False), ProductConfig(64, 256, block_k, 4, 3, False)]
+    blocks = [(128, 128, 8, 4), (64, 128, 4, 3), (64, 256, 8, 4), (128, 256, 16, 4), (256, 128, 16, 4)]
+    tried = [ProductConfig(m, n_, block_k, warps, stages, False, is_bulk=True) for m, n_, warps, stages in blocks]
+    tried += [replace(tried[0], group=16), replace(tried[3], group=16), replace(tried[0], is_bulk=False)]
+    wide = [ProductConfig(128, 256, block_k, 8, stages, False, is_bulk=True) for stages in (3, 4)]
+    wide += [ProductConfig(256, 128, block_k, 8, 4, False, is_bulk=True), replace(wide[0], is_bulk=False)]
     if segments == 1:
         return {f"{c}": (c, 1) for c in [*tried, *wide]}
-    free = [tried[0], tried[2], *wide]
-    return {f"{c}": (c, segments) for c in tried} | {f"free {c}": (c, 1) for c in free}
+    return {f"{c}": (c, segments) for c in tried} | {f"free {c}": (c, 1) for c in [tried[0], *wide]}
 
 
 def _shape(model: str, name: str, n: int, k: int, rows: int) -> str:

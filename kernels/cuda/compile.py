@@ -38,6 +38,7 @@ class Serving:
     num_stages: int = 3
     aligned: tuple[str, ...] = ()  # integer parameters divisible by 16; pointers are always taken as such
     wgmma: bool = False  # its dots have to be wgmma and nothing else
+    stack: int = 0  # bytes of a thread's stack that are meant, e.g. sums touched once a segment
     options: Mapping[str, object] = field(default_factory=dict)  # further compiler options, as at the launch
 
 
@@ -52,10 +53,11 @@ class Compiled:
     has_wgmma: bool
     has_mma_sync: bool  # the older, slower matrix instruction, whose sums have other bits
     wants_wgmma: bool
+    allowed_stack: int = 0
 
     def faults(self) -> list[str]:
         found = []
-        if self.spilled:
+        if self.spilled > self.allowed_stack:
             found.append(f"{self.name}: {self.spilled} bytes of stack a thread; smaller blocks or more warps")
         if self.shared > SHARED_LIMIT:
             found.append(f"{self.name}: {self.shared} bytes of shared memory, at most {SHARED_LIMIT}; fewer stages")
@@ -95,6 +97,7 @@ def inspect(serving: Serving) -> Compiled:
         has_wgmma="wgmma.mma_async" in ptx,
         has_mma_sync="mma.sync" in ptx,
         wants_wgmma=serving.wgmma,
+        allowed_stack=serving.stack,
     )
 
 

@@ -25,7 +25,7 @@ class ProductConfig:
     block_m: int  # weight rows, a multiple of 64
     block_n: int  # tokens
     block_k: int
-    num_warps: int  # 4 or 8
+    num_warps: int  # 4, 8 or 16
     num_stages: int
     is_spread: bool
     group: int = 8  # weight tiles that walk the token tiles together (many rows)
@@ -102,8 +102,8 @@ def default_config(n: int, k: int, rows: int) -> ProductConfig:
         warps = 8 if block_m == 128 and resident == 1 else 4
         return ProductConfig(block_m, block_n, block_k, warps, max(2, min(6, stages)), segments > 1)
     if segments == 1 and rows > 128:
-        return ProductConfig(128, 256, block_k, 8, 3, False)
+        return ProductConfig(128, 256, block_k, 8, 4, False, is_bulk=True)
     is_filled = -(-n // 128) * -(-rows // 128) >= PROCESSORS - 4
     if is_filled or segments == 1:
-        return ProductConfig(128, 128, block_k, 8, 4, False)
+        return ProductConfig(128, 128, block_k, 8, 4, False, is_bulk=True)
     return ProductConfig(128, 128, block_k, 8, 3, True)

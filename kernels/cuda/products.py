@@ -73,11 +73,12 @@ def _wait_for_inputs(w, m, first, last, N: tl.constexpr, K: tl.constexpr, BULK: 
 
 
 @triton.jit
-def _store_rows(out, total, m, t, num_rows, N: tl.constexpr):
-    """Writes ``total [BLOCK_M, BLOCK_N]`` to rows ``t`` and columns ``m`` of ``out [T, N]``, rounded to its type."""
-    places = out + t.to(tl.int64)[:, None] * N + m[None, :]
-    value = tl.trans(total.to(out.dtype.element_ty))
-    tl.store(places, value, mask=(t < num_rows)[:, None] & (m < N)[None, :])
+def _store_rows(out, total, first_m, first_t, num_rows, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Writes ``total [BLOCK_M, BLOCK_N]``, transposed, to its place in ``out [T, N]``, rounded to its type."""
+    m, t = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
+    places = out + (first_t.to(tl.int64) * N + first_m) + (t[:, None] * N + m[None, :])
+    inside = (t < num_rows - first_t)[:, None] & (m < N - first_m)[None, :]
+    tl.store(places, tl.trans(total.to(out.dtype.element_ty)), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -113,7 +114,7 @@ def _spread_kernel(
             w_block, x_block, first_m, first_t, start, m < N, t < num_rows, acc, N % BLOCK_M != 0, BULK
         )
     if SEGMENTS == 1:
-        _store_rows(out, acc, m, t, num_rows, N)
+        _store_rows(out, acc, first_m, first_t, num_rows, N, BLOCK_M, BLOCK_N)
     else:
         tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
         inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -124,7 +125,7 @@ def _spread_kernel(
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for s in tl.static_range(SEGMENTS):
                 total += tl.load(places + s * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
-            _store_rows(out, total, m, t, num_rows, N)
+            _store_rows(out, total, first_m, first_t, num_rows, N, BLOCK_M, BLOCK_N)
             tl.store(counters + tile, 0)
 
 
@@ -172,7 +173,7 @@ def _whole_kernel(
                 acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
                 segment += 1
                 last = (segment + 1) * units // SEGMENTS * UNIT
-    _store_rows(out, acc if SEGMENTS == 1 else total, m, t, num_rows, N)
+    _store_rows(out, acc if SEGMENTS == 1 else total, first_m, first_t, num_rows, N, BLOCK_M, BLOCK_N)
 
 
 @cache
@@ -253,6 +254,7 @@ def serving(n: int, k: int, rows: int, config: ProductConfig | None = None, out:
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         wgmma=True,
+        stack=64 if config.num_warps == 16 else 0,  # a few of the 64 sums a thread, touched once a segment
         options={"launch_pdl": config.is_early},
     )
 

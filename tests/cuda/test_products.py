@@ -48,6 +48,7 @@ def launches(n: int, k: int) -> list[ProductConfig]:
     found = [default_config(n, k, rows) for rows in (1, 17, 64, 65, 300, 5000)]
     found += [ProductConfig(64, block_n, min(block_k, 32), 4, 3, False) for block_n in (16, 64)]
     found += [ProductConfig(64, 256, min(block_k, 32), 8, 3, False)]
+    found += [ProductConfig(128, 256, block_k, 16, 3, False, is_bulk=True)]
     found += [replace(found[i], is_bulk=True) for i in (1, 4, 6, 7)]
     return found + [ProductConfig(128, 32, block_k, 8, 2, True), ProductConfig(128, 64, block_k, 4, 2, False, group=3)]
 
@@ -191,7 +192,7 @@ def test_segments_and_blocks_of_every_configuration_cut_k_evenly(n, k):
     configs = [product_config(n, k, rows) for rows in (1, 16, 17, 64, 65, 128, 129, 512, 513, 4096)]
     for config in [*configs, *(config for _, config in CONFIGS.get((n, k), ()))]:
         assert segment_unit(k) % config.block_k == 0 and config.block_k >= 16
-        assert config.block_m % 64 == 0 and config.num_warps in (4, 8)
+        assert config.block_m % 64 == 0 and config.num_warps in (4, 8, 16)
         assert config.num_stages * (config.block_m + config.block_n) * config.block_k * 2 <= 227 << 10
 
 
