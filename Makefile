@@ -18,7 +18,7 @@ demo: $(STAMP)
 	$(BIN)/python demo/run.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu"
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
