@@ -342,7 +342,6 @@ def check_traffic(models: LocalModels, num_requests: int) -> None:
             f"{models.name}: {tally['requests']} of {num_requests}, {len(tally.differences)} differ",
             flush=True,
         )
-        print(session, tally, flush=True)
     summary = f"{models.name}: {tally}"
     print(summary, flush=True)
     assert not tally.differences, "\n".join([summary, *tally.differences[:5]])

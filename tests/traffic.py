@@ -21,7 +21,8 @@ DEMO = Path(__file__).parents[1] / "demo" / "checkpoint"
 BLOCK = 64  # positions of a prefix block, and of a page of the attention kinds
 MAX_PROMPT, MAX_TOKENS = 200, 32
 MAX_CONTEXT = 224  # less than both together: the context ends some answers
-TRUNK_SHARE = 0.5  # of the prompts
+GROWTH = range(9, 22)  # positions left in a page, fewer than such an answer has
+TRUNK_SHARE = 0.55  # of the prompts
 SLOTS = 32  # of the models, and sequences of a reference batch
 WORDS = ("\n", " ", "(", "self", " return", "):\n", "e", "=", ", ", "def ", "0", "import os\n\nclass")
 
@@ -101,14 +102,16 @@ def _case(random: Random, request: GenerateRequest) -> Case:
 
 def _prompt(random: Random, source: Source, trunks: list[list[int]], growing: float) -> tuple[int, ...]:
     """Short ones, and those that share a trunk up to, around and away from its block ends."""
-    choice = random.random()
-    if choice < growing:
-        return tuple(source.excerpt(random, BLOCK * random.choice((1, 1, 1, 2)) - random.randint(4, 20)))
-    if choice < growing + TRUNK_SHARE:
+    grows, gap = random.random() < growing, random.choice(GROWTH)
+    if random.random() < TRUNK_SHARE:
         trunk = random.choice(trunks)
-        kept = BLOCK * random.choice((1, 1, 1, 1, 2, 3)) + random.choice((*range(-1, 8), 30, 45, 48, 54, 60))
+        kept = BLOCK * random.choice((1, 1, 1, 1, 2, 3)) + random.choice((*range(-1, 8), 30))
         tail = random.choice((0, random.randint(1, 20)))
+        if grows:
+            kept, tail = kept // BLOCK * BLOCK + BLOCK - gap, random.choice((0, 1))
         return tuple((trunk[:kept] + source.excerpt(random, tail))[:MAX_PROMPT])
+    if grows:
+        return tuple(source.excerpt(random, BLOCK * random.choice((1, 1, 1, 1, 2)) - gap))
     length = random.choice((random.randint(1, source.num_depths + 2), random.randint(1, 24)))
     if random.random() < 0.05:
         length = random.randint(1, MAX_PROMPT)
@@ -138,10 +141,11 @@ def _sampling(random: Random, source: Source) -> SamplingParams:
 
 def _stop_rules(random: Random, source: Source, num_prompt: int) -> StopRules:
     tokens = min(random.randint(1, MAX_TOKENS), random.randint(4, MAX_TOKENS))
-    if -num_prompt % BLOCK in range(4, 20):
-        tokens = random.randint(20, MAX_TOKENS)
-    stop_ids = source.eos if random.random() < 0.8 else frozenset()
-    if random.random() < 0.2:
+    grows = -num_prompt % BLOCK in GROWTH
+    if grows:
+        tokens = random.randint(GROWTH.stop, MAX_TOKENS)
+    stop_ids = source.eos if random.random() < (0.3 if grows else 0.8) else frozenset()
+    if random.random() < (0.1 if grows else 0.25):
         stop_ids |= {random.choice(source.ids) for _ in range(random.randint(1, 4))}
     words = ()
     if source.tokenizer is not None and random.random() < 0.2:
@@ -180,7 +184,7 @@ class Session:
             slots=random.choice((3, 8) if is_narrow else (12, 16, 16, 32)),
             max_prompt_chunk=random.choice((1 << 30, 1 << 30, 64, 50, 17, 1 if is_narrow else 9)),
             max_tokens_per_step=rows,
-            growing=0.45 if pools == "tight" else 0.1,
+            growing=0.8 if pools == "tight" else 0.1,
             pools=pools,
             lengths=random.choice(("fixed", "fixed", "random", "auto")),
             arrivals=random.choice((0.7, 2, 4, 50)),
@@ -214,8 +218,10 @@ class Session:
 
     def _smaller(self, random: Random, models: LocalModels, layout: CacheLayout) -> CacheLayout:
         chunk = min(self.max_prompt_chunk, self.max_tokens_per_step)
-        spare = (3, 8) if self.pools == "tight" else (6, 14)  # full pages beyond one request's
-        windowed = random.choice((2, self.slots, self.slots))  # requests' worst cases in the other kinds
+        spare = (2, 6) if self.pools == "tight" else (6, 14)  # full pages beyond one request's
+        windowed = (
+            2 if self.max_tokens_per_step < 40 else self.slots
+        )  # requests' worst cases in the other kinds
 
         def cut(model: Model) -> tuple[PoolLayout, ...]:
             worst = worst_case_pages(layout, model, MAX_CONTEXT, chunk, models.num_depths)
