@@ -35,7 +35,9 @@ MAX_STEPS = 20_000  # of one session
 
 
 @pytest.fixture(scope="module", params=CUT)
-def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LocalModels:
+def served(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, LocalModels]:
     directory = DEMO
     if (
         request.param == "random"
@@ -56,8 +58,7 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         prefix_block=BLOCK,
         prefix_cache="on",
     )
-    models.name = request.param
-    return models
+    return request.param, models
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,6 @@ class Observer:
 
     def __init__(self, engine: CountingEngine, clients: list[Client]):
         self.clients = clients
-        self.by_sequence: dict[Sequence, Client] = {}
         prefixes, scheduler = engine.scheduler.prefixes, engine.scheduler
         self._started, self._requeue, self._run_draft = prefixes.started, scheduler.requeue, engine._run_draft
         prefixes.started = self.started
@@ -269,15 +269,15 @@ class Tally(Counter):
             raise AssertionError(f"session {number}: {reply.error!r} ({case}; {session})")
         assert client.has_cancelled or not is_cut, f"session {number}: ended by nobody ({case})"
         given, kept = Answer.of(reply), client.sequence.ids[client.sequence.num_prompt_tokens :]
-        tokens = differing(expected.ids, given.ids, not is_cut) + differing(expected.ids, kept, not is_cut)
+        tokens = max(differing(expected.ids, ids, not is_cut) for ids in (given.ids, kept))
         scores = differing(expected.log_probs, given.log_probs, not is_cut)
         if not is_cut or given.ids:
             scores += differing(expected.prompt_log_probs, given.prompt_log_probs, True)
-        others = 0 if is_cut else (expected.finish_reason, expected.text) != (given.finish_reason, given.text)
         if is_cut:
-            others += not expected.text.startswith(given.text)
-        elif case.request.log_probs:
-            scores += expected.cum_log_prob != given.cum_log_prob
+            others = int(not expected.text.startswith(given.text))
+        else:
+            ends = (expected.finish_reason, expected.text) != (given.finish_reason, given.text)
+            others, scores = int(ends), scores + (expected.cum_log_prob != given.cum_log_prob)
         if tokens or scores or others:
             what = f"{tokens} tokens, {scores} log probs, {others} reasons or texts"
             self.differences.append(f"session {number}: {what} of {case}: {given} for {expected}; {session}")
@@ -324,14 +324,18 @@ def run_session(
     clients = serve(engine, source, cases, session.arrivals, random)
     for client, answer in zip(clients, expected, strict=True):
         tally.add(session, number, client, answer)
-    tally.update(sessions=1, preemptions=engine.scheduler.num_preemptions)
-    tally.update(all_hits=engine.scheduler.prefixes.num_hits, alone=sum(i % ALONE == 0 for i in range(
-        tally["requests"] - count, tally["requests"])))  # fmt: skip
+    first = tally["requests"] - count
+    tally.update(
+        sessions=1,
+        alone=sum(i % ALONE == 0 for i in range(first, tally["requests"])),
+        preemptions=engine.scheduler.num_preemptions,
+        hits_with_resumptions=engine.scheduler.prefixes.num_hits,
+    )
     for (_, accepted), times in engine.verified.items():
         tally.verified[accepted] += times
 
 
-def check_traffic(models: LocalModels, num_requests: int) -> None:
+def check_traffic(name: str, models: LocalModels, num_requests: int) -> None:
     source, tally = Source(models), Tally()
     while tally["requests"] < num_requests:
         number = tally["sessions"]
@@ -339,25 +343,29 @@ def check_traffic(models: LocalModels, num_requests: int) -> None:
         count = min(session.num_cases, num_requests - tally["requests"])
         run_session(models, source, session, number, tally, count)
         print(
-            f"{models.name}: {tally['requests']} of {num_requests}, {len(tally.differences)} differ",
+            f"{name}: {tally['requests']} of {num_requests}, {len(tally.differences)} differ",
             flush=True,
         )
-    summary = f"{models.name}: {tally}"
-    print(summary, flush=True)
+    summary = f"{name}: {tally}"
+    print(summary, flush=True)  # seen with -s
     assert not tally.differences, "\n".join([summary, *tally.differences[:5]])
     assert tally["differing_tokens"] == tally["differing_log_probs"] == 0, summary
     assert tally.share("preempted") >= MIN_PREEMPTED and tally.share("hits") >= MIN_HITS, summary
     assert abs(tally.share("scripted") - 0.5) <= 0.1 and tally["alone"] >= num_requests // ALONE, summary
     assert all(tally[f"cancelled while {point}"] for point in CANCEL_POINTS), summary
     assert all(tally.verified[accepted] for accepted in range(models.num_depths + 1)), summary
-    assert all(tally[name] for name in ("stopped", "log_probs", "drafted")), summary
+    assert all(tally[count] for count in ("stopped", "log_probs", "drafted")), summary
 
 
-def test_random_traffic_gets_the_answers_of_requests_alone(models: LocalModels) -> None:
-    check_traffic(models, CUT[models.name])
+def test_random_traffic_gets_the_answers_of_requests_alone(served: tuple[str, LocalModels]) -> None:
+    name, models = served
+    check_traffic(name, models, CUT[name])
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(6 * 3600)
-def test_ten_thousand_random_requests_get_the_answers_of_requests_alone(models: LocalModels) -> None:
-    check_traffic(models, WHOLE[models.name])
+def test_ten_thousand_random_requests_get_the_answers_of_requests_alone(
+    served: tuple[str, LocalModels],
+) -> None:
+    name, models = served
+    check_traffic(name, models, WHOLE[name])
