@@ -106,7 +106,7 @@ def check_answers(models: LocalModels, setting: dict, num_answers: int) -> None:
     target, draft = new_target(models, layout), new_draft(models, layout)
     width = models.deployment.config.hidden_size
     target.model = TableModel([table], width)
-    draft.model = TableModel([table + 0.3 * error for error in errors], width)
+    draft.model = TableModel([table + 1.2 * error for error in errors], width)
     engine = CountingEngine(EngineLimits(32, SLOTS, 4 * SLOTS, GROUP, depths), layout, target, draft, SESSION)
     engine.verified = Counter()
 
