@@ -50,7 +50,7 @@ COMBINED = SETTINGS | {
     for a, b in combinations(SETTINGS, 2)
     if not SETTINGS[a].keys() & SETTINGS[b].keys()
 }
-COMBINED["all"] = {key: value for setting in SETTINGS.values() for key, value in setting.items()}
+COMBINED["all"] = {key: value for setting in reversed(SETTINGS.values()) for key, value in setting.items()}
 
 
 def logits_of(seed: int) -> Tensor:
