@@ -162,10 +162,12 @@ class Scheduler:
     def admit(self) -> list[Sequence]:
         """Moves sequences from the head of the queue into free slots while pages suffice for their ids."""
         admitted = []
+        wanted = self._wanted_pages(self.running) if self.waiting and self._free_slots else []
         while self.waiting and self._free_slots:
             sequence = self.waiting[0]
             self._start(sequence)
-            if self.running and not self._suffices([*self.running, sequence]):
+            wanted = [sum(pair) for pair in zip(wanted, self._wanted_pages([sequence]), strict=True)]
+            if self.running and not self._are_available(wanted):
                 self._stop(sequence, Phase.WAITING)
                 break
             self.waiting.pop(0)
@@ -291,21 +293,24 @@ class Scheduler:
         chunk = min(self.limits.max_tokens_per_step, self.limits.max_prompt_chunk, positions)
         return worst_case_pages(self.layout, model, positions, chunk, sequence.num_depths)
 
-    def _suffices(self, sequences: list[Sequence]) -> bool:
-        """Whether all ``sequences`` can compute their known ids, and verify one more row of drafts, together."""
+    def _wanted_pages(self, sequences: list[Sequence]) -> list[int]:
+        """Pages, pool by pool, that ``sequences`` lack to compute their known ids and one more row of drafts."""
+        wanted = []
         for model in Model:
-            missing = [0, 0, 0]
+            lacking = [0, 0, 0]
             for sequence in sequences:
                 pages = sequence.draft_pages if model is Model.DRAFT else sequence.target_pages
                 if pages is None:
                     continue
                 most = sequence.num_prompt_tokens + sequence.max_tokens - 1
-                wanted = self._pages_for(
+                needed = self._pages_for(
                     sequence, model, min(most, len(sequence.ids) + self.limits.num_draft_tokens)
                 )
                 for table in pages.tables:
-                    missing[table.kind] += max(0, wanted[table.kind] - len(table.pages))
-            pools = self.allocator.pools[model]
-            if any(lack > pool.num_available for lack, pool in zip(missing, pools, strict=True)):
-                return False
-        return True
+                    lacking[table.kind] += max(0, needed[table.kind] - len(table.pages))
+            wanted += lacking
+        return wanted
+
+    def _are_available(self, wanted: list[int]) -> bool:
+        pools = [pool for model in Model for pool in self.allocator.pools[model]]
+        return all(pages <= pool.num_available for pages, pool in zip(wanted, pools, strict=True))
