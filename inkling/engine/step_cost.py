@@ -73,17 +73,25 @@ class CostTable:
 
 
 class StepCosts:
-    """The parts of a step: the target's call by rows, the draft's by depths and rows of a depth, the rest."""
+    """The parts of a step: the target's call by rows, the draft's by depths and rows of a depth, the rest; and what
+    a row of a prompt takes in a depth."""
 
     def __init__(self, num_depths: int):
         self.target = CostTable()
         self._draft = [CostTable() for _ in range(num_depths + 1)]  # 0: calls that only hand over states
+        self._prompt_rows: deque[float] = deque(maxlen=KEPT_TIMES)
+        self.prompt_row = 0.0  # seconds of a prompt row in one depth
         self._rest: deque[float] = deque(maxlen=KEPT_TIMES)
         self.rest = 0.0  # seconds of a step outside the two calls
 
     def add_draft(self, depths: int, rows: float, seconds: float) -> None:
         """``rows``: of one depth, on average."""
         self._draft[depths].add(rows, seconds)
+
+    def add_prompt(self, rows: int, seconds: float) -> None:
+        """A draft call for prompts; ``rows``: of all depths together."""
+        self._prompt_rows.append(seconds / rows)
+        self.prompt_row = median_low(self._prompt_rows)
 
     def add_rest(self, seconds: float) -> None:
         self._rest.append(seconds)
