@@ -36,7 +36,7 @@ SURE_TRIES, SURE_STEPS = 32, 40  # no depth is given up before so many verificat
 MEMORY = 256  # verifications of a depth that count (for one sequence; a few steps' worth for more)
 FADE = 1 / 256  # of a depth's evidence, per step: old evidence gives way to new
 TRAFFIC_FADE = 1 / 2048  # of prompt rows and tokens, per step
-PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.3, 1.0
+PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.3, 1.0  # of the first depth
 DOUBT, MIN_VARIANCE = 1.0, 0.05
 SWITCH_GAIN = 1.01  # another length must be so much better
 MAX_PROMPT_SHARE = 0.25  # calls with a larger share of prompt rows say little about decoding
@@ -159,10 +159,12 @@ class AutoDraftLength(DraftLength):
     def acceptance(self, depth: int, doubt: float = 0.0) -> float:
         """a_k: the share of depth ``depth``'s drafts that stand once those before them stood.
 
-        ``doubt``: standard errors to add (of a share, with a floor on its variance).
+        A depth of which little was seen is taken to be like the one before it. ``doubt``: standard errors to add
+        (of a share, with a floor on its variance).
         """
+        prior = self.acceptance(depth - 1) if depth else PRIOR_ACCEPTANCE
         tried = self._tried[depth] + PRIOR_WEIGHT
-        share = (self._stood[depth] + PRIOR_ACCEPTANCE * PRIOR_WEIGHT) / tried
+        share = (self._stood[depth] + prior * PRIOR_WEIGHT) / tried
         if not doubt:
             return share
         return min(1.0, share + doubt * math.sqrt((share * (1 - share) + MIN_VARIANCE) / tried))

@@ -57,14 +57,13 @@ class CostTable:
         i = bisect_left(known, rows)
         if i < len(known) and known[i] == rows:
             return seconds[i]
+        if i == len(known):
+            return seconds[-1]
         if len(known) == 1:
-            return seconds[0] * min(1.0, rows / known[0])
+            return seconds[0] * rows / known[0]
         if i == 0:
             guess = self._line(0, 1, rows)
             return min(seconds[0], max(guess, seconds[0] * rows / known[0]))
-        if i == len(known):
-            guess = self._line(i - 2, i - 1, rows)
-            return min(max(seconds[-1], guess), seconds[-1] * rows / known[-1])
         return self._line(i - 1, i, rows)
 
     def _line(self, i: int, j: int, rows: float) -> float:
@@ -98,7 +97,7 @@ class StepCosts:
         self.rest = median_low(self._rest)
 
     def draft(self, depths: int, rows: float) -> float:
-        """Seconds; of the nearest known number of depths, in proportion, when ``depths`` was never seen."""
+        """Seconds. Of a number of depths that was never seen: those of the nearest, less in proportion if fewer."""
         if self._draft[depths]:
             return self._draft[depths].at(rows)
         if depths == 0:
@@ -107,4 +106,4 @@ class StepCosts:
         if not known:
             return 0.0
         nearest = min(known, key=lambda d: abs(d - depths))
-        return self._draft[nearest].at(rows) * depths / nearest
+        return self._draft[nearest].at(rows) * min(1.0, depths / nearest)
