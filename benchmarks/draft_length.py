@@ -162,7 +162,9 @@ def main(
         print("| " + " | ".join(str(value) for value in row.values()) + " |")
     missed = [row for row in rows if row["length"] == "auto" and float(row["of_best_fixed"]) < BOUND]
     for row in missed:
-        print(f"MISSED: {row['streams']} streams: auto has {row['of_best_fixed']} of the best (bound {BOUND})")
+        print(
+            f"MISSED: {row['streams']} streams: auto has {row['of_best_fixed']} of the best (bound {BOUND})"
+        )
     sys.exit(bool(missed))
 
 

@@ -124,7 +124,9 @@ def curve(
     return rows
 
 
-def chunk_gaps(url: str, prompts: list[list[int]], seconds: float, arrivals: Callable[[float], None]) -> list[float]:
+def chunk_gaps(
+    url: str, prompts: list[list[int]], seconds: float, arrivals: Callable[[float], None]
+) -> list[float]:
     """Seconds between the chunks of ``STEADY`` streams, while ``arrivals(seconds)`` sends what else arrives."""
     ends = time.perf_counter() + WARM_UP_S + seconds
 
@@ -153,7 +155,9 @@ def long_prompts(url: str, prompts: list[list[int]], seconds: float) -> None:
     for _ in range(int(seconds / EVERY_S)):
         ids = [token for part in random.sample(prompts, len(prompts)) for token in part][:LONG_PROMPT]
         if len(ids) < LONG_PROMPT:
-            sys.exit(f"the prompts together have {len(ids)} tokens, {LONG_PROMPT} are needed; raise --num-prompts")
+            sys.exit(
+                f"the prompts together have {len(ids)} tokens, {LONG_PROMPT} are needed; raise --num-prompts"
+            )
         threads.append(threading.Thread(target=answer, args=(url, ids, LONG_ANSWER)))
         threads[-1].start()
         time.sleep(EVERY_S)
@@ -176,7 +180,18 @@ def gaps(url: str, prompts: list[list[int]], seconds: float) -> list[dict]:
 
 def report(rows: list[dict], conditions: dict[str, object]) -> bool:
     """Whether all bounds hold."""
-    names = ["what", "streams", "tokens_per_s", "lowest", "highest", "tokens_per_cpu_s", "clients_share", "gap_ms", "gap_p99_ms", "ratio"]
+    names = [
+        "what",
+        "streams",
+        "tokens_per_s",
+        "lowest",
+        "highest",
+        "tokens_per_cpu_s",
+        "clients_share",
+        "gap_ms",
+        "gap_p99_ms",
+        "ratio",
+    ]
     rows = [{name: row.get(name, "") for name in names} for row in rows]
     append_rows(TABLE, conditions, rows)
     print(", ".join(f"{name} {value}" for name, value in conditions.items()))

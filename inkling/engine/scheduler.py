@@ -35,7 +35,9 @@ class EngineLimits:
     max_tokens_per_step: int  # rows of one target call
     max_queued_requests: int
     num_draft_tokens: int  # N: the most drafts a step verifies; 0: no draft model
-    max_prompt_chunk: int = 1 << 30  # rows of one prompt in a step; 0: all prompts share what ``StepPace`` gives
+    max_prompt_chunk: int = (
+        1 << 30
+    )  # rows of one prompt in a step; 0: all prompts share what ``StepPace`` gives
     auto_draft_length: bool = False  # each step drafts the number that gives the most tokens per second
     prefix_block: int = 0  # positions that a cached prefix is a multiple of; 0: no prefix reuse
 

@@ -12,7 +12,7 @@ from collections import deque
 from statistics import median_low
 
 CELLS_PER_OCTAVE = 4  # sizes up to 7 have a cell each
-KEPT_TIMES = 9  # of a cell; their median stands for it, so a stray slow call moves nothing
+KEPT_TIMES = 17  # of a cell; their median stands for it, so a stray slow call moves nothing
 
 
 class CostTable:
