@@ -70,7 +70,7 @@ class Models:
         shared = SharedWeights(weights.embed, weights.head)
         self.draft = load_draft_runner(self.deployment, shared, generation=GENERATION)
 
-    def engine(self, auto: bool, clock: Clock) -> Engine:
+    def engine(self, auto: bool = False, clock: Clock = time.perf_counter, prefix_block: int = 0) -> Engine:
         deployment = self.deployment
         limits = EngineLimits(
             deployment.max_context,
@@ -79,6 +79,7 @@ class Models:
             1000,
             deployment.num_draft_tokens,
             auto_draft_length=auto,
+            prefix_block=prefix_block,
         )
         session = Session(np.zeros(KEY_WORDS, np.int32), GENERATION)
         engine = Engine(limits, deployment.layout, self.target, self.draft, session)

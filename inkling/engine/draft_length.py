@@ -3,8 +3,9 @@
 Any answer is exact, so ``auto`` may learn as it goes: from verification, how often depth k's draft stands once
 those before it stood (a_k); from the clock, what a step costs. With n drafts for each of B sequences a step
 emits B (1 + a_1 + a_1 a_2 + ... + a_1 .. a_n) tokens, and its cost follows from B (n + 1) target rows and n
-depths of B n entries and one for each accepted draft. The n with the best ratio is used. For a newcomer the ratio also counts what its depths
-take over its prompt: r n c seconds a token, for r prompt rows a token in this traffic and c seconds a row and depth.
+depths of B n entries and one for each accepted draft. The n with the best ratio is used. For a newcomer the
+ratio also counts what its depths take over its prompt: r n c seconds a token, for r prompt rows a token in this
+traffic and c seconds a row and depth.
 
 A depth is either kept up for the whole life of a sequence or given up for good, because an entry that was left
 out cannot be computed later. Depths that no step uses cost time, so a sequence keeps them only as long as that
