@@ -7,8 +7,8 @@ each with ids of its own, so that none starts from a cached prefix.
 
 The clients are threads of this process and share the cores with the server; the share they take is in the table.
 They speak HTTP: a gRPC stream of the python client costs a thread more. Tokens per second of the server's CPU time
-are given beside those of the clock: they move less when others use the machine. Rows go to ``benchmarks/load.csv``. Exits
-with 1 when a bound is missed.
+are given beside those of the clock: they move less when others use the machine. Rows go to ``benchmarks/load.csv``.
+Exits with 1 when a bound is missed.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from statistics import median
 
 import pytest
 
-from inkling.engine.pace import MIN_PROMPT_ROWS, STALL, StepPace
+from inkling.engine.pace import MIN_PROMPT_ROWS, StepPace
 
 DECODE_ROWS, MOST = 40, 472  # rows of the answers' part of a step; of its prompts' at most
 COSTS = {  # seconds of a step
@@ -46,7 +46,7 @@ def test_prompts_that_come_now_and_then_stall_no_step(cost: str) -> None:
         assert waiting == 0 or step % 40 not in range(20, 39), "a prompt took more than 20 steps"
     usual = median(serving.steps)
     assert usual == COSTS[cost](DECODE_ROWS)
-    assert max(serving.steps) <= 1.1 * STALL * usual
+    assert max(serving.steps) <= 2.5 * usual
 
 
 def test_a_lasting_burst_of_prompts_gets_whole_steps() -> None:
