@@ -35,7 +35,7 @@ FIRST_STEPS = 4.0  # what it holds at first, in steps
 REVIEW_STEPS, TRIAL_STEPS = 8, 32  # steps between two looks at all lengths; between two trials of a neighbour
 SURE_TRIES, SURE_STEPS = 32, 40  # no depth is given up before so many verifications of it, or so many steps
 MEMORY = 512  # verifications of a depth that count (for one sequence; a few steps' worth for more)
-FADE = 1 / 1024  # of a depth's evidence, per step: old evidence gives way to new
+FADE = 1 / 256  # of the evidence on a depth that no step tries, per step: it may be worth another look
 TRAFFIC_FADE = 1 / 2048  # of prompt rows and tokens, per step
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.3, 1.0  # of the first depth
 DOUBT, MIN_VARIANCE = 1.0, 0.05
@@ -179,7 +179,7 @@ class AutoDraftLength(DraftLength):
         self._counts.clear()
         memory = MEMORY + 4 * num_sequences
         for k in range(self.max_depths):
-            keep = max(0.0, 1 - FADE - tried[k] / memory)
+            keep = max(0.0, 1 - (tried[k] / memory if tried[k] else FADE))
             self._tried[k] = self._tried[k] * keep + tried[k]
             self._stood[k] = self._stood[k] * keep + stood[k]
 
