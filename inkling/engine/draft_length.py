@@ -3,7 +3,9 @@
 Any answer is exact, so ``auto`` may learn as it goes: from verification, how often depth k's draft stands once
 those before it stood (a_k); from the clock, what a step costs. With n drafts for each of B sequences a step
 emits B (1 + a_1 + a_1 a_2 + ... + a_1 .. a_n) tokens, and its cost follows from B (n + 1) target rows and n
-depths of B n entries. The n with the best ratio is used.
+depths of B n entries and one for each accepted draft. The n with the best ratio is used. For a newcomer the
+ratio also counts what its depths take over its prompt: r n c seconds a token, for r prompt rows a token in this
+traffic and c seconds a row and depth.
 
 A depth is either kept up for the whole life of a sequence or given up for good, because an entry that was left
 out cannot be computed later. Depths that no step uses cost time, so a sequence keeps them only as long as that
@@ -32,9 +34,10 @@ PURSE_STEPS = 30.0  # the most it holds, in steps
 FIRST_STEPS = 4.0  # what it holds at first, in steps
 REVIEW_STEPS, TRIAL_STEPS = 8, 32  # steps between two looks at all lengths; between two trials of a neighbour
 SURE_TRIES, SURE_STEPS = 32, 40  # no depth is given up before so many verifications of it, or so many steps
-MEMORY = 256  # verifications of a depth that count (for one sequence; a few steps' worth for more)
-FADE = 1 / 256  # of a depth's evidence, per step: old evidence gives way to new
-PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.3, 1.0
+MEMORY = 512  # verifications of a depth that count (for one sequence; a few steps' worth for more)
+FADE = 1 / 256  # of the evidence on a depth that no step tries, per step: it may be worth another look
+TRAFFIC_FADE = 1 / 2048  # of prompt rows and tokens, per step
+PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.3, 1.0  # of the first depth
 DOUBT, MIN_VARIANCE = 1.0, 0.05
 SWITCH_GAIN = 1.01  # another length must be so much better
 MAX_PROMPT_SHARE = 0.25  # calls with a larger share of prompt rows say little about decoding
@@ -51,6 +54,8 @@ class Load:
         default_factory=Counter
     )  # the same, had nobody given up depths; also of ``plain``
     prompt_rows: int = 0  # of the step just run; the next has about as many
+    prefilled: int = 0  # prompt rows of the step just run that keep depths
+    tokens: int = 0  # of the step just run
     entries: int = 0  # that wait in the windows, over all sequences
     depths: int = 0  # the most that a sequence keeps
     is_ring_short: bool = False  # a window must run all its depths
@@ -108,6 +113,7 @@ class AutoDraftLength(DraftLength):
         self._tried = [0.0] * num_depths  # evidence on each depth: verifications, of which
         self._stood = [0.0] * num_depths  # ... so many stood
         self._counts: Counter[tuple[int, int]] = Counter()  # (verified, accepted) since the last choice
+        self._prefilled = self._emitted = 0.0  # prompt rows and tokens of late
         self._started = self._step_started = 0.0
         self._called_s = 0.0  # seconds of both calls since ``_step_started``
         self._steps = 0  # choices so far
@@ -141,9 +147,12 @@ class AutoDraftLength(DraftLength):
         for first, end, depths, drafts in zip(*(segments[word::9] for word in (4, 5, 6, 7)), strict=True):
             deepest = max(deepest, depths)
             rows += depths * (end - first)
-            prompt_rows += 0 if drafts else depths * (end - first)
+            is_prompt = not drafts or end - first > 2 * self.max_depths + 1  # or backlog
+            prompt_rows += depths * (end - first) * is_prompt
         if prompt_rows <= MAX_PROMPT_SHARE * rows:
             self.costs.add_draft(deepest, rows / max(1, deepest), seconds)
+        else:
+            self.costs.add_prompt(rows, seconds)
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
         self._counts[num_drafts, num_accepted] += 1
@@ -151,10 +160,12 @@ class AutoDraftLength(DraftLength):
     def acceptance(self, depth: int, doubt: float = 0.0) -> float:
         """a_k: the share of depth ``depth``'s drafts that stand once those before them stood.
 
-        ``doubt``: standard errors to add (of a share, with a floor on its variance).
+        A depth of which little was seen is taken to be like the one before it. ``doubt``: standard errors to add
+        (of a share, with a floor on its variance).
         """
+        prior = self.acceptance(depth - 1) if depth else PRIOR_ACCEPTANCE
         tried = self._tried[depth] + PRIOR_WEIGHT
-        share = (self._stood[depth] + PRIOR_ACCEPTANCE * PRIOR_WEIGHT) / tried
+        share = (self._stood[depth] + prior * PRIOR_WEIGHT) / tried
         if not doubt:
             return share
         return min(1.0, share + doubt * math.sqrt((share * (1 - share) + MIN_VARIANCE) / tried))
@@ -168,7 +179,7 @@ class AutoDraftLength(DraftLength):
         self._counts.clear()
         memory = MEMORY + 4 * num_sequences
         for k in range(self.max_depths):
-            keep = max(0.0, 1 - FADE - tried[k] / memory)
+            keep = max(0.0, 1 - (tried[k] / memory if tried[k] else FADE))
             self._tried[k] = self._tried[k] * keep + tried[k]
             self._stood[k] = self._stood[k] * keep + stood[k]
 
@@ -176,6 +187,8 @@ class AutoDraftLength(DraftLength):
 
     def choose(self, load: Load) -> None:
         self._learn(load.num_drafting)
+        self._prefilled += load.prefilled - TRAFFIC_FADE * self._prefilled
+        self._emitted += load.tokens - TRAFFIC_FADE * self._emitted
         if not load.drafting and not load.plain:
             return
         self._steps += 1
@@ -195,10 +208,10 @@ class AutoDraftLength(DraftLength):
         if self._purse is None or num_depths <= self.best or not self._is_sure(self.best):
             return num_depths
         depths = min(self.hope, num_depths)
-        extra = self.costs.draft(depths, rows) - self.costs.draft(self.best, rows)
+        extra = self.costs.prompt_row * rows * (depths - self.best)
         if depths <= self.best or self._purse < extra + self._step_s:  # trials of them must be affordable too
             return self.best
-        self._purse -= max(0.0, extra)
+        self._purse -= extra
         return depths
 
     def _is_sure(self, num_depths: int) -> bool:
@@ -209,9 +222,9 @@ class AutoDraftLength(DraftLength):
         count = load.num_drafting + load.plain
         longest = max(0, min(self.max_depths, load.max_rows // count - 1))
         everyone = replace(load, drafting=load.asked, plain=0)
-        rates = self._rates_of(everyone, longest)
+        rates = self._with_prompts(self._rates_of(everyone, longest))
         self.best = self.hope = _better(self.best, rates)
-        bold = self._rates_of(everyone, longest, DOUBT)
+        bold = self._with_prompts(self._rates_of(everyone, longest, DOUBT))
         if max(bold[self.best :]) > SWITCH_GAIN * rates[self.best]:
             self.hope = max(range(self.best, len(bold)), key=bold.__getitem__)
         self._rates = self._rates_of(load, min(load.depths, longest))
@@ -223,10 +236,17 @@ class AutoDraftLength(DraftLength):
     def _rates_of(self, load: Load, longest: int, doubt: float = 0.0) -> list[float]:
         """Tokens per second of each length, with no more depths than it needs."""
         each = self._each(longest, doubt)
-        return [
-            self._tokens(load, n, each) / self._seconds(load, n, n, load.drafts(n))
-            for n in range(longest + 1)
-        ]
+        rates = []
+        for n in range(longest + 1):
+            tokens = self._tokens(load, n, each)
+            accepted = tokens - load.num_drafting - load.plain
+            rates.append(tokens / self._seconds(load, n, n, load.drafts(n) + accepted))
+        return rates
+
+    def _with_prompts(self, rates: list[float]) -> list[float]:
+        """``rates`` of each length, were the time of its depths over the prompts counted."""
+        seconds = self.costs.prompt_row * self._prefilled / max(1.0, self._emitted)  # of a depth, per token
+        return [1 / (1 / rate + n * seconds) for n, rate in enumerate(rates)]
 
     def _each(self, num_drafts: int, doubt: float = 0.0) -> list[float]:
         """Tokens of one sequence that drafts 0, 1, .. ``num_drafts``."""
@@ -303,6 +323,9 @@ def choose_lengths(lengths: DraftLength, plan: list[Segment], max_rows: int) -> 
     load, drafting, ended = Load(max_rows), [], []
     for segment in plan:
         sequence = segment.sequence
+        load.tokens += segment.accepted + 1 if segment.draws else 0
+        if segment.draws <= 1 and segment.rows > 1 and sequence.asked_depths:
+            load.prefilled += segment.rows
         if sequence.finish_reason:
             continue
         if sequence.num_uncomputed > 1:  # more prompt

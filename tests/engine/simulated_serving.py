@@ -85,8 +85,8 @@ class Simulation:
                 running.append(SimulatedSequence(self.num_prompt, left, num_depths))
             plan = [self._segment(sequence) for sequence in running]
             self._target(plan)
-            running = [sequence for sequence in running if sequence.num_known < sequence.end]
-            self._draft([segment for segment in plan if segment.sequence in running])
+            running = [sequence for sequence in running if not sequence.finish_reason]
+            self._draft(plan)
         return self.tokens / self.spent
 
     @staticmethod
@@ -112,10 +112,13 @@ class Simulation:
                 accepted += 1
             if drafted:
                 self.lengths.verified(drafted, accepted)
+            segment.accepted = accepted
             sequence.num_computed += segment.rows - drafted + accepted
             sequence.num_known += accepted + 1
             sequence.num_drafts = 0
             self.tokens += accepted + 1
+            if sequence.num_known >= sequence.end:
+                sequence.finish_reason = "length"
             if sequence.window is not None:
                 sequence.window.verified(accepted)
 
@@ -126,7 +129,7 @@ class Simulation:
         segments: list[int] = []
         for segment in plan:
             sequence = segment.sequence
-            if sequence.window is None or sequence.max_drafts == 0:
+            if sequence.finish_reason or sequence.window is None or sequence.max_drafts == 0:
                 continue
             num_drafts = min(sequence.max_drafts, lengths.num_drafts)
             window = sequence.window.plan(sequence.num_computed, sequence.num_known, num_drafts)
