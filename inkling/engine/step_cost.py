@@ -87,9 +87,13 @@ class StepCosts:
         """``rows``: of one depth, on average."""
         self._draft[depths].add(rows, seconds)
 
-    def add_prompt(self, rows: int, seconds: float) -> None:
-        """A draft call for prompts; ``rows``: of all depths together."""
-        self._prompt_rows.append(seconds / rows)
+    def add_prompt(self, prompt_rows: int, seconds: float, depths: int, other_rows: float) -> None:
+        """A draft call for prompts; ``prompt_rows``: of all depths together; ``other_rows``: of one, on average.
+
+        What the call takes without them is no price of theirs: sequences that draft pay for it anyway.
+        """
+        without = self.draft(depths, max(1.0, other_rows))
+        self._prompt_rows.append(max(0.0, seconds - without) / prompt_rows)
         self.prompt_row = median_low(self._prompt_rows)
 
     def add_rest(self, seconds: float) -> None:

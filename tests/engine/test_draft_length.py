@@ -17,7 +17,7 @@ from tests.engine.simulated_serving import Costs, Simulation
 
 DEPTHS = 4
 BOUND = 0.97  # of the best fixed length
-STEPS = {1: 8000, 8: 4000, 64: 2000}  # of a run, were nothing drafted, by batch
+STEPS = {1: 8000, 8: 6000, 64: 2000}  # of a run, were nothing drafted, by batch
 COSTS = {  # the target alone takes 10 for one row, or a little for each
     "flat": Costs(lambda rows: 10.0, lambda rows: 0.8, call=0.3),
     "linear": Costs(lambda rows: 2.0 + 0.4 * rows, lambda rows: 0.05 * rows, call=0.3),
