@@ -1,0 +1,1 @@
+"""What `benchmarks.kernels` times: one module a part, each with ``cells() -> list[Cell]``."""
