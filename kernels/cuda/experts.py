@@ -1,0 +1,205 @@
+"""Grouped products of the routed experts, bf16, row-exact.
+
+    act[place]        = silu(G_e m) * (U_e m)       gate, up and act rounded to bf16, silu * up in fp32
+    slots[row, slot]  = W2_e act                    rounded to bf16
+    out[row]          = shared[row] + sum over slots, in slot order, of gamma * slots[row, slot]    fp32, rounded once
+
+A program multiplies one tile of a group (``kernels.cuda.router.Groups``) by BLOCK_M rows of its expert's weights:
+two blocks of them, gate and up, for w13, whose gate rows stand above its up rows. ``kernels.mlp`` has the reference.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.cuda.compile import Serving
+from kernels.cuda.router import Groups
+from kernels.cuda.weight_tiles import (
+    TileConfig,
+    dot_fp32,
+    load_rows,
+    load_weights,
+    row_pointers,
+    weight_pointers,
+    weight_tile,
+)
+
+# (product, K) -> blocks, on an H200.
+CONFIGS: dict[tuple[str, int], TileConfig] = {}
+DEFAULT = {"w13": TileConfig(64, 64, 4, 4), "w2": TileConfig(128, 64, 4, 4)}
+
+_BLOCK_H = 1024
+
+
+def tile_config(product: str, width: int) -> TileConfig:
+    """Blocks of ``product`` ("w13" or "w2") with K = ``width``."""
+    return CONFIGS.get((product, width), DEFAULT[product])
+
+
+@triton.jit
+def _gate_up_kernel(
+    x,  # bf16 [T, K]
+    w13,  # bf16 [E, 2F, K], or the descriptor of [E * 2F, K]
+    order,  # int32 [P]
+    tiles,  # int32 [tiles, 3]
+    act,  # bf16 [P, F], by place
+    K: tl.constexpr, F: tl.constexpr, TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    expert = tl.load(tiles + tl.program_id(1) * 3)
+    if expert < 0:
+        return
+    place = tl.load(tiles + tl.program_id(1) * 3 + 1) + tl.arange(0, BLOCK_N)
+    held = tl.arange(0, BLOCK_N) < tl.load(tiles + tl.program_id(1) * 3 + 2)
+    x_pointers = row_pointers(x, tl.load(order + place, mask=held, other=0) // TOP_K, K, BLOCK_K)
+    m = tl.program_id(0) * BLOCK_M
+    gate_first, up_first = expert * (2 * F) + m, expert * (2 * F) + F + m
+    if TMA:
+        gate_pointers = x_pointers
+        up_pointers = x_pointers
+    else:
+        gate_pointers = weight_pointers(w13, gate_first, gate_first - m + F - 1, K, BLOCK_M, BLOCK_K)
+        up_pointers = weight_pointers(w13, up_first, up_first - m + F - 1, K, BLOCK_M, BLOCK_K)
+    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in range(0, K, BLOCK_K):
+        rows = load_rows(x_pointers, held, k, K, BLOCK_K)
+        gate = dot_fp32(load_weights(w13, gate_pointers, gate_first, k, K, BLOCK_M, BLOCK_K, TMA), rows, gate)
+        up = dot_fp32(load_weights(w13, up_pointers, up_first, k, K, BLOCK_M, BLOCK_K, TMA), rows, up)
+    gate = gate.to(tl.bfloat16).to(tl.float32)
+    up = up.to(tl.bfloat16).to(tl.float32)
+    product = gate / (1.0 + tl.exp(-gate)) * up
+    m = m + tl.arange(0, BLOCK_M)
+    target = act + place.to(tl.int64)[None, :] * F + m[:, None]
+    tl.store(target, product.to(tl.bfloat16), mask=held[None, :] & (m < F)[:, None])
+
+
+@triton.jit
+def _down_kernel(
+    act,  # bf16 [P, K], by place
+    w2,  # bf16 [E, H, K], or the descriptor of [E * H, K]
+    order,  # int32 [P]
+    tiles,  # int32 [tiles, 3]
+    slots,  # bf16 [P, H], by pair
+    K: tl.constexpr, H: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
+):  # fmt: skip
+    expert = tl.load(tiles + tl.program_id(1) * 3)
+    if expert < 0:
+        return
+    place = tl.load(tiles + tl.program_id(1) * 3 + 1) + tl.arange(0, BLOCK_N)
+    held = tl.arange(0, BLOCK_N) < tl.load(tiles + tl.program_id(1) * 3 + 2)
+    m = tl.program_id(0) * BLOCK_M
+    last = expert * H + H - 1
+    product = weight_tile(w2, expert * H + m, last, act, place, held, K, BLOCK_M, BLOCK_N, BLOCK_K, TMA)
+    pair = tl.load(order + place, mask=held, other=0)
+    m = m + tl.arange(0, BLOCK_M)
+    target = slots + pair.to(tl.int64)[None, :] * H + m[:, None]
+    tl.store(target, product.to(tl.bfloat16), mask=held[None, :] & (m < H)[:, None])
+
+
+@triton.jit
+def _combine_kernel(
+    slots,  # bf16 [T, k, H]
+    chosen,  # int32 [T, k]
+    gamma,  # fp32 [T, k + S]
+    shared,  # bf16 [T, H]
+    out,  # bf16 [T, H]
+    H: tl.constexpr, S: tl.constexpr, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if tl.load(chosen + row * TOP_K) < 0:
+        return
+    h = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    total = tl.zeros((BLOCK_H,), tl.float32)
+    for slot in tl.static_range(TOP_K):
+        value = tl.load(slots + (row * TOP_K + slot) * H + h, mask=h < H, other=0.0).to(tl.float32)
+        total += value * tl.load(gamma + row * (TOP_K + S) + slot)
+    total += tl.load(shared + row * H + h, mask=h < H, other=0.0).to(tl.float32)
+    tl.store(out + row * H + h, total.to(tl.bfloat16), mask=h < H)
+
+
+def gate_up(
+    x: Tensor, w13: Tensor, groups: Groups, top_k: int, act: Tensor, config: TileConfig | None = None
+) -> None:
+    """``x`` bf16 [T, H], ``w13`` bf16 [E, 2f, H], gate rows then up rows -> ``act`` bf16 [T * k, f], by place."""
+    hidden, width = w13.shape[2], w13.shape[1] // 2
+    assert x.shape[1] == hidden and act.shape == (groups.order.numel(), width), (x.shape, w13.shape, act.shape)
+    assert x.shape[0] * top_k == groups.order.numel(), (x.shape, top_k, groups.order.shape)
+    _check_products(x, w13, act)
+    config = config or tile_config("w13", hidden)
+    _gate_up_kernel[(triton.cdiv(width, config.block_m), groups.num_tiles)](
+        x, config.weights(w13), groups.order, groups.tiles, act, hidden, width, top_k,
+        config.block_m, groups.tile_rows, config.block_k, config.tma,
+        num_warps=config.num_warps, num_stages=config.stages(groups.tile_rows, 2),
+    )  # fmt: skip
+
+
+def down(act: Tensor, w2: Tensor, groups: Groups, slots: Tensor, config: TileConfig | None = None) -> None:
+    """``act`` bf16 [T * k, f] by place, ``w2`` bf16 [E, H, f] -> ``slots`` bf16 [T, k, H]."""
+    hidden, width = w2.shape[1:]
+    assert act.shape == (groups.order.numel(), width) and slots.shape[2] == hidden, (act.shape, w2.shape, slots.shape)
+    assert slots.shape[0] * slots.shape[1] == groups.order.numel(), (slots.shape, groups.order.shape)
+    _check_products(act, w2, slots)
+    config = config or tile_config("w2", width)
+    _down_kernel[(triton.cdiv(hidden, config.block_m), groups.num_tiles)](
+        act, config.weights(w2), groups.order, groups.tiles, slots, width, hidden,
+        config.block_m, groups.tile_rows, config.block_k, config.tma,
+        num_warps=config.num_warps, num_stages=config.stages(groups.tile_rows),
+    )  # fmt: skip
+
+
+def combine_slots(slots: Tensor, chosen: Tensor, gamma: Tensor, shared: Tensor, out: Tensor) -> None:
+    """``slots`` [T, k, H], ``shared`` [T, H], bf16, ``chosen`` [T, k], ``gamma`` fp32 [T, k+S] -> ``out`` bf16 [T, H].
+
+    ``shared`` is the shared experts' output, weighted already. Padding rows (expert -1) are not written.
+    """
+    num_rows, top_k, hidden = slots.shape
+    assert chosen.shape == (num_rows, top_k) and gamma.shape[0] == num_rows, (chosen.shape, gamma.shape)
+    assert shared.shape == out.shape == (num_rows, hidden), (shared.shape, out.shape)
+    assert gamma.dtype == torch.float32 and chosen.dtype == torch.int32, (gamma.dtype, chosen.dtype)
+    assert all(x.is_contiguous() for x in (chosen, gamma))
+    _check_products(slots, shared, out)
+    block = min(_BLOCK_H, triton.next_power_of_2(hidden))
+    _combine_kernel[(num_rows, triton.cdiv(hidden, block))](
+        slots, chosen, gamma, shared, out, hidden, gamma.shape[1] - top_k, top_k, block,
+        num_warps=4, enable_fp_fusion=False,  # the reference rounds each product
+    )  # fmt: skip
+
+
+def _check_products(*tensors: Tensor) -> None:
+    for x in tensors:
+        assert x.dtype == torch.bfloat16 and x.is_contiguous(), (x.dtype, x.shape, x.stride())
+        assert x.shape[-1] % 16 == 0 and x.data_ptr() % 16 == 0, (x.shape, x.data_ptr() % 16)
+
+
+def _serving(hidden: int, width: int, top_k: int, block_n: int, config: TileConfig | None = None) -> list[Serving]:
+    up, down_ = config or tile_config("w13", hidden), config or tile_config("w2", width)
+
+    def weights(c: TileConfig) -> str:
+        return f"tensordesc<bf16[{c.block_m}, {c.block_k}]>" if c.tma else "*bf16"
+
+    def blocks(c: TileConfig) -> dict[str, object]:
+        return {"BLOCK_M": c.block_m, "BLOCK_N": block_n, "BLOCK_K": c.block_k, "TMA": c.tma}
+
+    pairs = {"order": "*i32", "tiles": "*i32"}
+    label = f"H {hidden} f {width}, {block_n} rows" + (f", {config}" if config else "")
+    return [
+        Serving(f"w13 {label}", _gate_up_kernel, {"x": "*bf16", "w13": weights(up), "act": "*bf16", **pairs},
+                {"K": hidden, "F": width, "TOP_K": top_k, **blocks(up)}, up.num_warps, up.stages(block_n, 2),
+                wgmma=True),
+        Serving(f"w2 {label}", _down_kernel, {"act": "*bf16", "w2": weights(down_), "slots": "*bf16", **pairs},
+                {"K": width, "H": hidden, **blocks(down_)}, down_.num_warps, down_.stages(block_n), wgmma=True),
+    ]  # fmt: skip
+
+
+_COMBINE = {"slots": "*bf16", "chosen": "*i32", "gamma": "*fp32", "shared": "*bf16", "out": "*bf16"}
+SERVING = [
+    *(s for n in (16, 32, 64, 128) for s in _serving(4096, 2048, 6, n)),
+    *(s for n in (16, 64) for s in _serving(2048, 1536, 6, n)),
+    Serving("combine H 4096", _combine_kernel, _COMBINE, {"H": 4096, "S": 2, "TOP_K": 6, "BLOCK_H": _BLOCK_H},
+            options={"enable_fp_fusion": False}),
+]  # fmt: skip
