@@ -8,9 +8,11 @@ STAMP := .venv/installed
 install: $(STAMP)
 
 # torch first and alone: pip then takes the build that this machine is set up for, and nothing later replaces it.
+# CPU builds of torch bring no triton; a CUDA build's own comes back in the last step where it is another version.
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet -c constraints.txt torch
+	$(BIN)/pip install --quiet --no-deps triton==3.6.0
 	$(BIN)/pip install --quiet -c constraints.txt -e .[server,test]
 	touch $@
 

@@ -33,3 +33,11 @@ def test_a_spill_too_much_shared_memory_and_another_matrix_instruction_are_fault
     for change in ({"spilled": 8}, {"shared": 1 << 20}, {"has_wgmma": False}, {"has_mma_sync": True}):
         assert len(compiler.Compiled(**(good | change), wants_wgmma=True).faults()) == 1
     assert not compiler.Compiled(**(good | {"has_wgmma": False}), wants_wgmma=False).faults()
+
+
+def test_the_cpu_path_does_not_import_triton():
+    names = [f"kernels.{p.stem}" for p in sorted((ROOT / "kernels").glob("*.py")) if p.stem != "__init__"]
+    names += ["inkling.model.target", "inkling.model.mtp"]
+    code = "import sys\n" + "".join(f"import {name}\n" for name in names) + "assert 'triton' not in sys.modules\n"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
