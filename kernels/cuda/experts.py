@@ -19,7 +19,6 @@ from kernels.cuda.compile import Serving
 from kernels.cuda.router import Groups
 from kernels.cuda.weight_tiles import (
     TileConfig,
-    dot_fp32,
     load_rows,
     load_weights,
     row_pointers,
@@ -67,8 +66,8 @@ def _gate_up_kernel(
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, K, BLOCK_K):
         rows = load_rows(x_pointers, held, k, K, BLOCK_K)
-        gate = dot_fp32(load_weights(w13, gate_pointers, gate_first, k, K, BLOCK_M, BLOCK_K, TMA), rows, gate)
-        up = dot_fp32(load_weights(w13, up_pointers, up_first, k, K, BLOCK_M, BLOCK_K, TMA), rows, up)
+        gate = tl.dot(load_weights(w13, gate_pointers, gate_first, k, K, BLOCK_M, BLOCK_K, TMA), rows, gate)
+        up = tl.dot(load_weights(w13, up_pointers, up_first, k, K, BLOCK_M, BLOCK_K, TMA), rows, up)
     gate = gate.to(tl.bfloat16).to(tl.float32)
     up = up.to(tl.bfloat16).to(tl.float32)
     product = gate / (1.0 + tl.exp(-gate)) * up

@@ -14,9 +14,6 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-# The interpreter keeps bf16 as 16-bit integers, which it cannot multiply.
-_WIDEN = tl.constexpr(triton.knobs.runtime.interpret)
-
 
 @dataclass(frozen=True)
 class TileConfig:
@@ -38,16 +35,6 @@ class TileConfig:
         """``num_stages``, or as many as leave room for two blocks on a multiprocessor with wide row tiles."""
         stage = 2 * self.block_k * (self.block_m * num_weights + block_n)
         return max(2, min(self.num_stages, (112 << 10) // stage))
-
-
-@triton.jit
-def dot_fp32(weights, rows, acc):
-    """``weights [BLOCK_M, BLOCK_K]``, ``rows [BLOCK_K, BLOCK_N]``, both bf16 -> fp32 ``acc`` plus their product."""
-    if _WIDEN:
-        acc = tl.dot(weights.to(tl.float32), rows.to(tl.float32), acc, input_precision="ieee")
-    else:
-        acc = tl.dot(weights, rows, acc)
-    return acc
 
 
 @triton.jit
@@ -100,5 +87,5 @@ def weight_tile(
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for k in range(0, K, BLOCK_K):
         tile = load_weights(w, pointers, first, k, K, BLOCK_M, BLOCK_K, TMA)
-        acc = dot_fp32(tile, load_rows(x_pointers, held, k, K, BLOCK_K), acc)
+        acc = tl.dot(tile, load_rows(x_pointers, held, k, K, BLOCK_K), acc)
     return acc

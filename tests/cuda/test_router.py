@@ -10,6 +10,8 @@ from kernels.cuda.router import Groups, allocate_groups, choose_experts, group_p
 from tests.kernels.rounding import UNIT, assert_within
 
 SHARED = 2
+# Of numpy, about how the interpreter reads a scalar.
+pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
 
 def random_logits(num_rows: int, num_experts: int, device: str, seed: int = 0) -> tuple[Tensor, Tensor]:
