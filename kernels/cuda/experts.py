@@ -1,6 +1,6 @@
 """Grouped products of the routed experts, bf16, row-exact.
 
-    act[place]        = silu(G_e m) * (U_e m)       gate, up and act rounded to bf16, silu * up in fp32
+    act[row, slot]    = silu(G_e m) * (U_e m)       gate, up and act rounded to bf16, silu * up in fp32
     slots[row, slot]  = W2_e act                    rounded to bf16
     out[row]          = shared[row] + sum over slots, in slot order, of gamma * slots[row, slot]    fp32, rounded once
 
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.cuda.compile import Serving
-from kernels.cuda.router import Groups
+from kernels.cuda.router import Groups, direct_tile, grouped_tile
 from kernels.cuda.weight_tiles import (
     TileConfig,
     load_rows,
@@ -39,21 +39,29 @@ def tile_config(product: str, width: int) -> TileConfig:
 
 
 @triton.jit
+def _tile(chosen, order, tiles, num_pairs, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Expert, pairs and which exist; BLOCK_P 0: from the tile list."""
+    if BLOCK_P > 0:
+        expert, pair, held = direct_tile(chosen, num_pairs, BLOCK_P, BLOCK_N)
+    else:
+        expert, pair, held = grouped_tile(order, tiles, BLOCK_N)
+    return expert, pair, held
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
 def _gate_up_kernel(
     x,  # bf16 [T, K]
     w13,  # bf16 [E, 2F, K], or the descriptor of [E * 2F, K]
-    order,  # int32 [P]
-    tiles,  # int32 [tiles, 3]
-    act,  # bf16 [P, F], by place
-    K: tl.constexpr, F: tl.constexpr, TOP_K: tl.constexpr,
+    chosen, order, tiles,  # of the groups
+    act,  # bf16 [P, F], by pair
+    num_pairs,
+    K: tl.constexpr, F: tl.constexpr, TOP_K: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    expert = tl.load(tiles + tl.program_id(1) * 3)
+    expert, pair, held = _tile(chosen, order, tiles, num_pairs, BLOCK_P, BLOCK_N)
     if expert < 0:
         return
-    place = tl.load(tiles + tl.program_id(1) * 3 + 1) + tl.arange(0, BLOCK_N)
-    held = tl.arange(0, BLOCK_N) < tl.load(tiles + tl.program_id(1) * 3 + 2)
-    x_pointers = row_pointers(x, tl.load(order + place, mask=held, other=0) // TOP_K, K, BLOCK_K)
+    x_pointers = row_pointers(x, pair // TOP_K, K, BLOCK_K)
     m = tl.program_id(0) * BLOCK_M
     gate_first, up_first = expert * (2 * F) + m, expert * (2 * F) + F + m
     if TMA:
@@ -72,29 +80,26 @@ def _gate_up_kernel(
     up = up.to(tl.bfloat16).to(tl.float32)
     product = gate / (1.0 + tl.exp(-gate)) * up
     m = m + tl.arange(0, BLOCK_M)
-    target = act + place.to(tl.int64)[None, :] * F + m[:, None]
+    target = act + pair.to(tl.int64)[None, :] * F + m[:, None]
     tl.store(target, product.to(tl.bfloat16), mask=held[None, :] & (m < F)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _down_kernel(
-    act,  # bf16 [P, K], by place
+    act,  # bf16 [P, K], by pair
     w2,  # bf16 [E, H, K], or the descriptor of [E * H, K]
-    order,  # int32 [P]
-    tiles,  # int32 [tiles, 3]
+    chosen, order, tiles,  # of the groups
     slots,  # bf16 [P, H], by pair
-    K: tl.constexpr, H: tl.constexpr,
+    num_pairs,
+    K: tl.constexpr, H: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    expert = tl.load(tiles + tl.program_id(1) * 3)
+    expert, pair, held = _tile(chosen, order, tiles, num_pairs, BLOCK_P, BLOCK_N)
     if expert < 0:
         return
-    place = tl.load(tiles + tl.program_id(1) * 3 + 1) + tl.arange(0, BLOCK_N)
-    held = tl.arange(0, BLOCK_N) < tl.load(tiles + tl.program_id(1) * 3 + 2)
     m = tl.program_id(0) * BLOCK_M
     last = expert * H + H - 1
-    product = weight_tile(w2, expert * H + m, last, act, place, held, K, BLOCK_M, BLOCK_N, BLOCK_K, TMA)
-    pair = tl.load(order + place, mask=held, other=0)
+    product = weight_tile(w2, expert * H + m, last, act, pair, held, K, BLOCK_M, BLOCK_N, BLOCK_K, TMA)
     m = m + tl.arange(0, BLOCK_M)
     target = slots + pair.to(tl.int64)[None, :] * H + m[:, None]
     tl.store(target, product.to(tl.bfloat16), mask=held[None, :] & (m < H)[:, None])
@@ -122,31 +127,36 @@ def _combine_kernel(
 
 
 def gate_up(
-    x: Tensor, w13: Tensor, groups: Groups, top_k: int, act: Tensor, config: TileConfig | None = None
+    x: Tensor, w13: Tensor, chosen: Tensor, groups: Groups, act: Tensor, config: TileConfig | None = None
 ) -> None:
-    """``x`` bf16 [T, H], ``w13`` bf16 [E, 2f, H], gate rows then up rows -> ``act`` bf16 [T * k, f], by place."""
+    """``x`` bf16 [T, H], ``w13`` bf16 [E, 2f, H], gate rows then up rows, ``chosen`` int32 [T, k] and its groups.
+
+    -> ``act`` bf16 [T * k, f]. Rows of padding are neither read nor written.
+    """
     hidden, width = w13.shape[2], w13.shape[1] // 2
-    assert x.shape[1] == hidden and act.shape == (groups.order.numel(), width), (x.shape, w13.shape, act.shape)
-    assert x.shape[0] * top_k == groups.order.numel(), (x.shape, top_k, groups.order.shape)
+    assert x.shape == (chosen.shape[0], hidden), (x.shape, chosen.shape, w13.shape)
+    _check_groups(chosen, groups, act, width)
     _check_products(x, w13, act)
     config = config or tile_config("w13", hidden)
     _gate_up_kernel[(triton.cdiv(width, config.block_m), groups.num_tiles)](
-        x, config.weights(w13), groups.order, groups.tiles, act, hidden, width, top_k,
-        config.block_m, groups.tile_rows, config.block_k, config.tma,
+        x, config.weights(w13), chosen, groups.order, groups.tiles, act, chosen.numel(), hidden, width,
+        chosen.shape[1], _direct_block(groups), config.block_m, groups.tile_rows, config.block_k, config.tma,
         num_warps=config.num_warps, num_stages=config.stages(groups.tile_rows, 2),
     )  # fmt: skip
 
 
-def down(act: Tensor, w2: Tensor, groups: Groups, slots: Tensor, config: TileConfig | None = None) -> None:
-    """``act`` bf16 [T * k, f] by place, ``w2`` bf16 [E, H, f] -> ``slots`` bf16 [T, k, H]."""
+def down(
+    act: Tensor, w2: Tensor, chosen: Tensor, groups: Groups, slots: Tensor, config: TileConfig | None = None
+) -> None:
+    """``act`` bf16 [T * k, f], ``w2`` bf16 [E, H, f], ``chosen`` int32 [T, k] and its groups -> ``slots`` [T, k, H]."""
     hidden, width = w2.shape[1:]
-    assert act.shape == (groups.order.numel(), width) and slots.shape[2] == hidden, (act.shape, w2.shape, slots.shape)
-    assert slots.shape[0] * slots.shape[1] == groups.order.numel(), (slots.shape, groups.order.shape)
+    assert slots.shape == (*chosen.shape, hidden), (slots.shape, chosen.shape, w2.shape)
+    _check_groups(chosen, groups, act, width)
     _check_products(act, w2, slots)
     config = config or tile_config("w2", width)
     _down_kernel[(triton.cdiv(hidden, config.block_m), groups.num_tiles)](
-        act, config.weights(w2), groups.order, groups.tiles, slots, width, hidden,
-        config.block_m, groups.tile_rows, config.block_k, config.tma,
+        act, config.weights(w2), chosen, groups.order, groups.tiles, slots, chosen.numel(), width, hidden,
+        _direct_block(groups), config.block_m, groups.tile_rows, config.block_k, config.tma,
         num_warps=config.num_warps, num_stages=config.stages(groups.tile_rows),
     )  # fmt: skip
 
@@ -169,23 +179,43 @@ def combine_slots(slots: Tensor, chosen: Tensor, gamma: Tensor, shared: Tensor, 
     )  # fmt: skip
 
 
+def _direct_block(groups: Groups) -> int:
+    """Pairs that a program looks through for those of its expert; 0: it has a list."""
+    return max(16, triton.next_power_of_2(groups.order.numel())) if groups.is_direct else 0
+
+
+def _check_groups(chosen: Tensor, groups: Groups, act: Tensor, width: int) -> None:
+    assert chosen.dtype == torch.int32 and chosen.is_contiguous(), (chosen.dtype, chosen.stride())
+    assert groups.order.numel() == chosen.numel(), (groups.order.shape, chosen.shape)
+    assert act.shape == (chosen.numel(), width), (act.shape, chosen.shape, width)
+
+
 def _check_products(*tensors: Tensor) -> None:
     for x in tensors:
         assert x.dtype == torch.bfloat16 and x.is_contiguous(), (x.dtype, x.shape, x.stride())
         assert x.shape[-1] % 16 == 0 and x.data_ptr() % 16 == 0, (x.shape, x.data_ptr() % 16)
 
 
-def _serving(hidden: int, width: int, top_k: int, block_n: int, config: TileConfig | None = None) -> list[Serving]:
+def _serving(
+    hidden: int, width: int, top_k: int, block_n: int, block_p: int = 0, config: TileConfig | None = None
+) -> list[Serving]:
+    """``block_p`` 0: with a tile list."""
     up, down_ = config or tile_config("w13", hidden), config or tile_config("w2", width)
 
     def weights(c: TileConfig) -> str:
         return f"tensordesc<bf16[{c.block_m}, {c.block_k}]>" if c.tma else "*bf16"
 
     def blocks(c: TileConfig) -> dict[str, object]:
-        return {"BLOCK_M": c.block_m, "BLOCK_N": block_n, "BLOCK_K": c.block_k, "TMA": c.tma}
+        return {
+            "BLOCK_M": c.block_m,
+            "BLOCK_N": block_n,
+            "BLOCK_K": c.block_k,
+            "TMA": c.tma,
+            "BLOCK_P": block_p,
+        }
 
-    pairs = {"order": "*i32", "tiles": "*i32"}
-    label = f"H {hidden} f {width}, {block_n} rows" + (f", {config}" if config else "")
+    pairs = {"chosen": "*i32", "order": "*i32", "tiles": "*i32", "num_pairs": "i32"}
+    label = f"H {hidden} f {width}, {block_n} rows, {block_p} pairs" + (f", {config}" if config else "")
     return [
         Serving(f"w13 {label}", _gate_up_kernel, {"x": "*bf16", "w13": weights(up), "act": "*bf16", **pairs},
                 {"K": hidden, "F": width, "TOP_K": top_k, **blocks(up)}, up.num_warps, up.stages(block_n, 2),
@@ -198,7 +228,9 @@ def _serving(hidden: int, width: int, top_k: int, block_n: int, config: TileConf
 _COMBINE = {"slots": "*bf16", "chosen": "*i32", "gamma": "*fp32", "shared": "*bf16", "out": "*bf16"}
 SERVING = [
     *(s for n in (16, 32, 64, 128) for s in _serving(4096, 2048, 6, n)),
+    *(s for p in (16, 64, 128) for s in _serving(4096, 2048, 6, 16, p)),
     *(s for n in (16, 64) for s in _serving(2048, 1536, 6, n)),
+    *_serving(2048, 1536, 6, 16, 16),
     Serving("combine H 4096", _combine_kernel, _COMBINE, {"H": 4096, "S": 2, "TOP_K": 6, "BLOCK_H": _BLOCK_H},
             options={"enable_fp_fusion": False}),
 ]  # fmt: skip

@@ -226,7 +226,11 @@ def head_draw(
 
 
 def _check(hidden: Tensor, index: Tensor, head: Tensor) -> None:
-    assert hidden.shape[1] == head.shape[1] and index.dtype == torch.int32, (hidden.shape, head.shape, index.dtype)
+    assert hidden.shape[1] == head.shape[1] and index.dtype == torch.int32, (
+        hidden.shape,
+        head.shape,
+        index.dtype,
+    )
     for x in (hidden, head):
         assert x.dtype == torch.bfloat16 and x.is_contiguous(), (x.dtype, x.stride())
         assert x.shape[1] % 16 == 0 and x.data_ptr() % 16 == 0, (x.shape, x.data_ptr() % 16)
@@ -254,9 +258,18 @@ def _serving(width: int, vocab_size: int, block_n: int, config: TileConfig | Non
     ]
 
 
-_MERGE = {"index": "*i32", "best_ids": "*i32", "parts": "*fp32", "tokens": "*i32", "scores": "*fp32", "num_rows": "i32"}
+_MERGE = {
+    "index": "*i32",
+    "best_ids": "*i32",
+    "parts": "*fp32",
+    "tokens": "*i32",
+    "scores": "*fp32",
+    "num_rows": "i32",
+}
 SERVING = [
     *(s for n in (16, 32, 64, 128) for s in _serving(4096, 200058, n)),
     *(s for n in (16, 64) for s in _serving(2048, 200058, n)),
-    Serving("merge 1563 tiles", _merge_kernel, _MERGE, {"V": 200058, "TILES": 1563, "BLOCK_T": 2048}, num_warps=8),
+    Serving(
+        "merge 1563 tiles", _merge_kernel, _MERGE, {"V": 200058, "TILES": 1563, "BLOCK_T": 2048}, num_warps=8
+    ),
 ]

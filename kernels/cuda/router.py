@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kernels.cuda.compile import Serving
 
+DIRECT_ROWS = 16  # up to these no grouping is launched
 _BLOCK_PAIRS = 512
 
 
@@ -64,7 +65,10 @@ def choose_experts(
     num_shared = width - num_experts
     assert gamma.shape == (num_rows, top_k + num_shared) and chosen.shape[0] == num_rows == row_slot.shape[0]
     assert logits.dtype == bias.dtype == gamma.dtype == torch.float32, (logits.dtype, bias.dtype, gamma.dtype)
-    assert chosen.dtype == row_slot.dtype == torch.int32 and top_k <= num_experts, (chosen.dtype, row_slot.dtype)
+    assert chosen.dtype == row_slot.dtype == torch.int32 and top_k <= num_experts, (
+        chosen.dtype,
+        row_slot.dtype,
+    )
     assert all(x.is_contiguous() for x in (logits, bias, row_slot, chosen, gamma))
     _choose_kernel[(num_rows,)](
         logits, bias, row_slot, chosen, gamma, scale, num_experts, num_shared, top_k,
@@ -74,11 +78,17 @@ def choose_experts(
 
 @dataclass
 class Groups:
-    """Pairs by expert, in tiles of at most ``tile_rows``; sizes depend on T, k and E alone."""
+    """Pairs by expert, in tiles of at most ``tile_rows``; sizes depend on T, k and E alone.
 
-    order: Tensor  # int32 [T * k] pairs by expert, ascending within one; the places of padding rows hold nothing
+    Up to DIRECT_ROWS rows a tile stands for a pair, and the products find the pairs of its expert by themselves.
+    """
+
+    order: (
+        Tensor  # int32 [T * k] pairs by expert, ascending within one; the places of padding rows hold nothing
+    )
     tiles: Tensor  # int32 [tiles, 3] (expert, first place in ``order``, pairs); expert -1: unused
     tile_rows: int
+    is_direct: bool  # order and tiles hold nothing
 
     @property
     def num_tiles(self) -> int:
@@ -96,12 +106,42 @@ def allocate_groups(
 ) -> Groups:
     """Room for every routing of ``num_rows`` rows; ``rows`` of a tile by default as ``tile_rows`` has it."""
     num_pairs = num_rows * top_k
-    rows = tile_rows(num_pairs, num_experts) if rows is None else rows
-    num_tiles = min(num_pairs, num_experts + num_pairs // rows)
+    is_direct = rows is None and num_rows <= DIRECT_ROWS
+    rows = DIRECT_ROWS if is_direct else rows or tile_rows(num_pairs, num_experts)
+    num_tiles = num_pairs if is_direct else min(num_pairs, num_experts + num_pairs // rows)
     return Groups(
         torch.empty(num_pairs, dtype=torch.int32, device=device),
         torch.empty(num_tiles, 3, dtype=torch.int32, device=device),
         rows,
+        is_direct,
+    )
+
+
+@triton.jit
+def direct_tile(chosen, num_pairs, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+    """-> expert, pairs [BLOCK_N] and which of them exist, of this program's tile; expert -1: an earlier tile has it.
+
+    No expert has more than BLOCK_N pairs. The pairs are in ascending order.
+    """
+    tile, pair = tl.program_id(1), tl.arange(0, BLOCK_P)
+    expert = tl.load(chosen + tile)
+    is_mine = tl.load(chosen + pair, mask=pair < num_pairs, other=-1) == expert
+    rank = tl.cumsum(is_mine.to(tl.int32), 0) - 1
+    taken = is_mine[:, None] & (rank[:, None] == tl.arange(0, BLOCK_N)[None, :])
+    pairs = tl.sum(tl.where(taken, pair[:, None], 0), 0)
+    is_first = tl.min(tl.where(is_mine, pair, BLOCK_P), 0) == tile
+    return tl.where(is_first, expert, -1), pairs, tl.arange(0, BLOCK_N) < tl.sum(is_mine.to(tl.int32), 0)
+
+
+@triton.jit
+def grouped_tile(order, tiles, BLOCK_N: tl.constexpr):
+    """-> expert, pairs [BLOCK_N] and which of them exist, of this program's tile; expert -1: unused."""
+    entry = tiles + tl.program_id(1) * 3
+    held = tl.arange(0, BLOCK_N) < tl.load(entry + 2)
+    return (
+        tl.load(entry),
+        tl.load(order + tl.load(entry + 1) + tl.arange(0, BLOCK_N), mask=held, other=0),
+        held,
     )
 
 
@@ -128,6 +168,7 @@ def _group_kernel(
         for start in range(first_tile, num_tiles, BLOCK_P):
             tile = start + lane
             tl.store(tiles + tile * 3, tl.full((BLOCK_P,), -1, tl.int32), mask=tile < num_tiles)
+            tl.store(tiles + tile * 3 + 2, tl.zeros((BLOCK_P,), tl.int32), mask=tile < num_tiles)
         return
     count = tl.sum(tl.where(expert == mine, counts, 0), 0)
     for start in range(0, count, BLOCK_P * TILE_ROWS):
@@ -148,6 +189,8 @@ def group_pairs(chosen: Tensor, num_experts: int, groups: Groups) -> None:
     """``chosen`` int32 [T, k], -1: none -> ``groups``. Integer work alone: the same input gives the same tiles."""
     assert chosen.dtype == torch.int32 and chosen.is_contiguous(), (chosen.dtype, chosen.stride())
     assert groups.order.numel() == chosen.numel(), (groups.order.shape, chosen.shape)
+    if groups.is_direct:
+        return
     block = min(_BLOCK_PAIRS, max(32, triton.next_power_of_2(chosen.numel())))
     _group_kernel[(num_experts + 1,)](
         chosen, groups.order, groups.tiles, chosen.numel(), groups.num_tiles, num_experts, groups.tile_rows,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kernels.cuda.experts import combine_slots, down, gate_up
 from kernels.cuda.router import allocate_groups, choose_experts, group_pairs
+from kernels.cuda.weight_tiles import TileConfig
 from tests.cuda.test_router import random_logits, routings
 from tests.kernels.rounding import UNIT, assert_within
 
@@ -32,18 +33,19 @@ def weights(num_experts: int, hidden: int, width: int, device: str) -> tuple[Ten
 
 
 def routed(
-    x: Tensor, chosen: Tensor, w13: Tensor, w2: Tensor, rows: int | None = None, poison: float = float("nan")
-) -> Tensor:
+    x: Tensor, chosen: Tensor, w13: Tensor, w2: Tensor, rows: int | None = None, poison: float = float("nan"),
+    config: TileConfig | None = None,
+) -> Tensor:  # fmt: skip
     """Outputs bf16 [T, k, H] of every (row, slot), from poisoned buffers; ``rows`` of a tile."""
     num_rows, top_k = chosen.shape
     groups = allocate_groups(num_rows, top_k, w13.shape[0], x.device, rows)
-    groups.order.fill_(2**30)
+    groups.order.fill_(2**30)  # a place that is read without being written leads out of everything
     groups.tiles.fill_(2**30)
     act = torch.full((num_rows * top_k, w2.shape[2]), float("nan"), dtype=torch.bfloat16, device=x.device)
     slots = torch.full((num_rows, top_k, w2.shape[1]), poison, dtype=torch.bfloat16, device=x.device)
     group_pairs(chosen, w13.shape[0], groups)
-    gate_up(x, w13, groups, top_k, act)
-    down(act, w2, groups, slots)
+    gate_up(x, w13, chosen, groups, act, config)
+    down(act, w2, chosen, groups, slots, config)
     return slots
 
 
@@ -54,7 +56,10 @@ def exact_expert(x: Tensor, w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
     gate, up = (x @ w13.T).chunk(2, -1)
     silu = gate * torch.sigmoid(gate)
     sums = (x.abs() @ w13.abs().T) * hidden * UNIT
-    gate_error, up_error = (gate.abs() * BF16_UNIT + sums[:, :width]), (up.abs() * BF16_UNIT + sums[:, width:])
+    gate_error, up_error = (
+        (gate.abs() * BF16_UNIT + sums[:, :width]),
+        (up.abs() * BF16_UNIT + sums[:, width:]),
+    )
     act, out = silu * up, (silu * up) @ w2.T
     # |silu'| <= 1.1; the second-order term stays below a tenth
     act_error = 1.1 * (1.1 * gate_error * up.abs() + silu.abs() * up_error + act.abs() * BF16_UNIT)
@@ -70,7 +75,9 @@ def check_outputs(x: Tensor, chosen: Tensor, w13: Tensor, w2: Tensor, slots: Ten
         assert_within(slots[row, slot], exact, bound)
 
 
-def check_all_routings(num_rows: int, top_k: int, num_experts: int, hidden: int, width: int, device: str) -> None:
+def check_all_routings(
+    num_rows: int, top_k: int, num_experts: int, hidden: int, width: int, device: str
+) -> None:
     w13, w2 = weights(num_experts, hidden, width, device)
     x = random(num_rows, hidden, device=device, seed=3)
     for chosen in routings(num_rows, top_k, num_experts).values():
@@ -83,7 +90,7 @@ def check_all_routings(num_rows: int, top_k: int, num_experts: int, hidden: int,
 def check_row_exact(
     x: Tensor, chosen: Tensor, w13: Tensor, w2: Tensor, counts: Iterable[int], tiles: Iterable[int | None]
 ) -> int:
-    """Rows of ``x`` among others, in other orders and beside padding keep their bits; returns how many were compared."""
+    """Rows among others, in other orders and beside padding keep their bits; returns how many were compared."""
     whole, compared = routed(x, chosen, w13, w2), 0
     for rows in tiles:
         for count in counts:
@@ -91,7 +98,11 @@ def check_row_exact(
             places = torch.randperm(len(x), generator=generator)[:count].to(x.device)
             padded = chosen[places].contiguous()
             padded[torch.rand(count, generator=generator) < 0.2] = -1
-            for index, experts in ((slice(count), chosen[:count]), (places, chosen[places]), (places, padded)):
+            for index, experts in (
+                (slice(count), chosen[:count]),
+                (places, chosen[places]),
+                (places, padded),
+            ):
                 alone = routed(x[index].contiguous(), experts.contiguous(), w13, w2, rows)
                 held = experts[:, 0] >= 0
                 different = (alone[held].view(torch.int16) != whole[index][held].view(torch.int16)).sum()
@@ -117,7 +128,30 @@ def test_every_routing_gives_each_pair_its_expert_and_padding_nothing(num_rows, 
 
 
 def test_rows_do_not_depend_on_the_others(device):
-    check_row_exact_under_every_routing(18, 2, 5, 64, 48, device, (1, 17), (None,))
+    check_row_exact_under_every_routing(17, 2, 5, 64, 48, device, (2, 9), (None,))
+
+
+def check_descriptors(
+    num_rows: int, top_k: int, num_experts: int, hidden: int, width: int, device: str
+) -> None:
+    w13, w2 = weights(num_experts, hidden, width, device)
+    x = random(num_rows, hidden, device=device, seed=3)
+    chosen = routings(num_rows, top_k, num_experts)["even"].to(device)
+    by_pointer, by_descriptor = (
+        routed(x, chosen, w13, w2, config=TileConfig(64, 64, 4, 3, tma=tma)) for tma in (False, True)
+    )
+    assert torch.equal(by_pointer, by_descriptor)
+
+
+def test_weights_through_a_descriptor_give_the_bits_of_pointers(device):
+    check_descriptors(3, 2, 4, 80, 48, device)
+    check_descriptors(18, 2, 4, 64, 80, device)
+
+
+@pytest.mark.gpu
+def test_weights_through_a_descriptor_give_the_bits_of_pointers_at_serving_shapes(device):
+    for num_rows in (1, 64, 300):
+        check_descriptors(num_rows, 6, 128, 2048, 1536, device)
 
 
 def test_an_expert_of_another_row_would_be_seen(device):

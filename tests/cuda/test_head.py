@@ -93,7 +93,12 @@ def _lowest_argmax(logits: Tensor) -> Tensor:
 
 
 def check_row_exact(
-    vocab_size: int, hidden: int, device: str, counts: Iterable[int], most: int, config: TileConfig | None = None
+    vocab_size: int,
+    hidden: int,
+    device: str,
+    counts: Iterable[int],
+    most: int,
+    config: TileConfig | None = None,
 ) -> None:
     """Rows drawn among others, in other orders, have the bits of the largest batch; with noise and without."""
     x, head = random(most, hidden, device=device, seed=4), head_of(vocab_size, hidden, device)
@@ -109,7 +114,9 @@ def check_row_exact(
             part = Noise(noise.temperature[places], noise.seed[places], noise.position[places])
             few = draw(x, index, head, part, config)
             assert torch.equal(few.tokens, drawn.tokens[places]), f"{count} rows"
-            assert torch.equal(few.scores.view(torch.int32), drawn.scores[places].view(torch.int32)), f"{count} rows"
+            assert torch.equal(few.scores.view(torch.int32), drawn.scores[places].view(torch.int32)), (
+                f"{count} rows"
+            )
 
 
 @pytest.mark.parametrize("num_rows, vocab_size, hidden", [(1, 64, 64), (3, 203, 48), (18, 130, 80)])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cuda.router import Groups, allocate_groups, choose_experts, group_pairs, tile_rows
+from kernels.cuda.router import allocate_groups, choose_experts, group_pairs, tile_rows
 from tests.kernels.rounding import UNIT, assert_within
 
 SHARED = 2
@@ -84,7 +84,9 @@ def test_equal_scores_choose_the_lowest_experts_in_order(device):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, in the interpreter
 def test_extreme_and_invalid_logits_choose_experts_that_exist(device):
-    logits = torch.tensor([[200.0, -200.0, -90.0, 0.0, 88.0], [-300.0] * 5, [float("nan")] * 5], device=device)
+    logits = torch.tensor(
+        [[200.0, -200.0, -90.0, 0.0, 88.0], [-300.0] * 5, [float("nan")] * 5], device=device
+    )
     chosen, gamma = choose(logits, torch.zeros(4, device=device), 2, scale=1.0)
     assert chosen[0].tolist() == [0, 3] and torch.isfinite(gamma[:2]).all()
     assert torch.allclose(gamma[1], torch.full_like(gamma[1], 1 / 3))
@@ -102,7 +104,7 @@ def test_padding_rows_choose_no_expert_and_get_no_weights(device):
 
 def check_groups(chosen: Tensor, num_experts: int, rows: int) -> None:
     """The tiles hold every pair of a real row once, by ascending expert and pair; the rest is marked unused."""
-    groups: Groups = allocate_groups(*chosen.shape, num_experts, chosen.device, rows)
+    groups = allocate_groups(*chosen.shape, num_experts, chosen.device, rows)
     groups.order.fill_(-7)
     groups.tiles.fill_(-7)
     group_pairs(chosen, num_experts, groups)
