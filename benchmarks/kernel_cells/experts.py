@@ -24,12 +24,14 @@ CANDIDATES = [
     TileConfig(64, 64, 4, 4),
     TileConfig(64, 64, 4, 6),
     TileConfig(64, 128, 4, 3),
+    TileConfig(64, 128, 4, 4),
     TileConfig(128, 64, 4, 4),
     TileConfig(128, 128, 8, 3),
     TileConfig(64, 64, 4, 6, tma=True),
     TileConfig(64, 128, 4, 4, tma=True),
     TileConfig(128, 64, 4, 4, tma=True),
 ]
+HEAD_CANDIDATES = [*CANDIDATES, TileConfig(256, 64, 8, 3), TileConfig(256, 64, 8, 3, tma=True)]
 
 
 @dataclass(frozen=True)
@@ -265,7 +267,7 @@ def _head_cell(op: str, hidden: int, num_rows: int) -> Cell:
 
     wanted: dict[str, Callable[[], Built]] = {}
     if op == "head.draw" and num_rows in (1, 16):
-        wanted = {_name(c): lambda c=c: build(c) for c in CANDIDATES}
+        wanted = {_name(c): lambda c=c: build(c) for c in HEAD_CANDIDATES}
     return Cell(op, f"H {hidden}, V {VOCAB}, {num_rows} rows", build, wanted)
 
 

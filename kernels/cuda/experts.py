@@ -26,8 +26,11 @@ from kernels.cuda.weight_tiles import (
     weight_tile,
 )
 
-# (product, K) -> blocks, on an H200.
-CONFIGS: dict[tuple[str, int], TileConfig] = {}
+# (product, K) -> blocks, on an H200. With K 1536 a single row has few programs: each keeps more bytes under way.
+CONFIGS: dict[tuple[str, int], TileConfig] = {
+    ("w13", 2048): TileConfig(64, 64, 4, 6),
+    ("w2", 1536): TileConfig(64, 128, 4, 4),
+}
 DEFAULT = {"w13": TileConfig(64, 64, 4, 4), "w2": TileConfig(128, 64, 4, 4)}
 
 _BLOCK_H = 1024
@@ -140,7 +143,7 @@ def gate_up(
     config = config or tile_config("w13", hidden)
     _gate_up_kernel[(triton.cdiv(width, config.block_m), groups.num_tiles)](
         x, config.weights(w13), chosen, groups.order, groups.tiles, act, chosen.numel(), hidden, width,
-        chosen.shape[1], _direct_block(groups), config.block_m, groups.tile_rows, config.block_k, config.tma,
+        chosen.shape[1], _direct_block(groups, config), config.block_m, groups.tile_rows, config.block_k, config.tma,
         num_warps=config.num_warps, num_stages=config.stages(groups.tile_rows, 2),
     )  # fmt: skip
 
@@ -156,7 +159,7 @@ def down(
     config = config or tile_config("w2", width)
     _down_kernel[(triton.cdiv(hidden, config.block_m), groups.num_tiles)](
         act, config.weights(w2), chosen, groups.order, groups.tiles, slots, chosen.numel(), width, hidden,
-        _direct_block(groups), config.block_m, groups.tile_rows, config.block_k, config.tma,
+        _direct_block(groups, config), config.block_m, groups.tile_rows, config.block_k, config.tma,
         num_warps=config.num_warps, num_stages=config.stages(groups.tile_rows),
     )  # fmt: skip
 
@@ -179,9 +182,9 @@ def combine_slots(slots: Tensor, chosen: Tensor, gamma: Tensor, shared: Tensor, 
     )  # fmt: skip
 
 
-def _direct_block(groups: Groups) -> int:
-    """Pairs that a program looks through for those of its expert; 0: it has a list."""
-    return max(16, triton.next_power_of_2(groups.order.numel())) if groups.is_direct else 0
+def _direct_block(groups: Groups, config: TileConfig) -> int:
+    """Pairs that a program looks through for those of its expert, one a thread at least; 0: it has a list."""
+    return max(32 * config.num_warps, triton.next_power_of_2(groups.order.numel())) if groups.is_direct else 0
 
 
 def _check_groups(chosen: Tensor, groups: Groups, act: Tensor, width: int) -> None:
@@ -228,9 +231,9 @@ def _serving(
 _COMBINE = {"slots": "*bf16", "chosen": "*i32", "gamma": "*fp32", "shared": "*bf16", "out": "*bf16"}
 SERVING = [
     *(s for n in (16, 32, 64, 128) for s in _serving(4096, 2048, 6, n)),
-    *(s for p in (16, 64, 128) for s in _serving(4096, 2048, 6, 16, p)),
+    *_serving(4096, 2048, 6, 16, 128),
     *(s for n in (16, 64) for s in _serving(2048, 1536, 6, n)),
-    *_serving(2048, 1536, 6, 16, 16),
+    *_serving(2048, 1536, 6, 16, 128),
     Serving("combine H 4096", _combine_kernel, _COMBINE, {"H": 4096, "S": 2, "TOP_K": 6, "BLOCK_H": _BLOCK_H},
             options={"enable_fp_fusion": False}),
 ]  # fmt: skip

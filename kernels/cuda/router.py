@@ -18,7 +18,6 @@ from torch import Tensor
 from kernels.cuda.compile import Serving
 
 DIRECT_ROWS = 16  # up to these no grouping is launched
-_BLOCK_PAIRS = 512
 
 
 @triton.jit
@@ -191,7 +190,7 @@ def group_pairs(chosen: Tensor, num_experts: int, groups: Groups) -> None:
     assert groups.order.numel() == chosen.numel(), (groups.order.shape, chosen.shape)
     if groups.is_direct:
         return
-    block = min(_BLOCK_PAIRS, max(32, triton.next_power_of_2(chosen.numel())))
+    block = 128 if chosen.numel() <= 128 else 512
     _group_kernel[(num_experts + 1,)](
         chosen, groups.order, groups.tiles, chosen.numel(), groups.num_tiles, num_experts, groups.tile_rows,
         max(32, triton.next_power_of_2(num_experts)), block, num_warps=4,
@@ -210,7 +209,7 @@ def _serving(num_experts: int, num_shared: int, top_k: int) -> list[Serving]:
     groups = [
         Serving(f"group {num_experts} in tiles of {rows}, {block} pairs", _group_kernel, signature,
                 {"E": num_experts, "TILE_ROWS": rows, "BLOCK_E": block_e, "BLOCK_P": block})
-        for rows, block in ((16, 32), (16, 512), (64, 512))
+        for rows, block in ((16, 128), (16, 512), (64, 512))
     ]  # fmt: skip
     return [choose, *groups]
 

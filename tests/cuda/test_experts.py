@@ -128,7 +128,7 @@ def test_every_routing_gives_each_pair_its_expert_and_padding_nothing(num_rows, 
 
 
 def test_rows_do_not_depend_on_the_others(device):
-    check_row_exact_under_every_routing(17, 2, 5, 64, 48, device, (2, 9), (None,))
+    check_row_exact_under_every_routing(17, 2, 3, 64, 48, device, (3,), (None,))
 
 
 def check_descriptors(
@@ -167,6 +167,10 @@ def check_sum(num_rows: int, top_k: int, hidden: int, device: str) -> None:
     slots = random(num_rows, top_k, hidden, device=device, seed=6)
     shared = random(num_rows, hidden, device=device, seed=7)
     gamma = torch.rand(num_rows, top_k + 2, device=device)
+    slots[:, 0] *= (
+        2.0**14
+    )  # cancelled by the next slot: in another order the small slots would lose their last bits
+    slots[:, 1], gamma[:, 1] = -slots[:, 0], gamma[:, 0]
     chosen = torch.zeros(num_rows, top_k, dtype=torch.int32, device=device)
     chosen[num_rows // 2] = -1
     slots[num_rows // 2] = float("nan")
