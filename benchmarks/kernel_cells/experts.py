@@ -145,7 +145,7 @@ def _product_cell(model: Model, num_rows: int, product: str) -> Cell:
         runs = [lambda s=s: launch(s) for s in sets]
         return Built(runs, check, moved, 2 * num_rows * model.top_k * matrix, None, _bound(num_rows))
 
-    candidates = {_name(c): lambda c=c: build(c) for c in CANDIDATES} if num_rows in (1, 8, 64) else {}
+    candidates = {_name(c): lambda c=c: build(c) for c in CANDIDATES} if num_rows in (1, 64) else {}
     shape = f"{model.name} {num_rows} rows, {distinct:.0f} of {model.num_experts} experts"
     return Cell(f"experts.{product}", shape, build, candidates)
 
@@ -165,15 +165,15 @@ def _experts_cell(model: Model, num_rows: int) -> Cell:
         2 * (distinct * matrices + 3 * num_rows * model.hidden)
     )  # x, shared and out beside the weights
 
-    def build() -> Built:
+    def build(early: bool = False) -> Built:
         w13, w2 = _weights(model)
         sets = [_set(model, chosen) for chosen in routings]
 
         def launch(s: Set) -> None:
-            group_pairs(s.chosen, model.num_experts, s.groups)
-            gate_up(s.x, w13, s.chosen, s.groups, s.act)
-            down(s.act, w2, s.chosen, s.groups, s.slots)
-            combine_slots(s.slots, s.chosen, s.gamma, s.shared, s.out)
+            group_pairs(s.chosen, model.num_experts, s.groups, early)
+            gate_up(s.x, w13, s.chosen, s.groups, s.act, early=early)
+            down(s.act, w2, s.chosen, s.groups, s.slots, early=early)
+            combine_slots(s.slots, s.chosen, s.gamma, s.shared, s.out, early)
 
         def check() -> None:
             for s in sets[:2]:
@@ -187,9 +187,8 @@ def _experts_cell(model: Model, num_rows: int) -> Cell:
         runs = [lambda s=s: launch(s) for s in sets]
         return Built(runs, check, moved, 2 * num_rows * model.top_k * matrices, None, _bound(num_rows))
 
-    return Cell(
-        "experts", f"{model.name} {num_rows} rows, {distinct:.0f} of {model.num_experts} experts", build
-    )
+    shape = f"{model.name} {num_rows} rows, {distinct:.0f} of {model.num_experts} experts"
+    return Cell("experts", shape, build, {"early": lambda: build(True)} if num_rows <= 64 else {})
 
 
 def _router_cell(model: Model, num_rows: int) -> Cell:
@@ -266,7 +265,7 @@ def _head_cell(op: str, hidden: int, num_rows: int) -> Cell:
         return Built(runs, check, moved, 2 * num_rows * VOCAB * hidden, library, bound)
 
     wanted: dict[str, Callable[[], Built]] = {}
-    if op == "head.draw" and num_rows in (1, 16):
+    if op == "head.draw" and num_rows == 16:
         wanted = {_name(c): lambda c=c: build(c) for c in HEAD_CANDIDATES}
     return Cell(op, f"H {hidden}, V {VOCAB}, {num_rows} rows", build, wanted)
 

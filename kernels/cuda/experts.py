@@ -19,6 +19,7 @@ from kernels.cuda.compile import Serving
 from kernels.cuda.router import Groups, direct_tile, grouped_tile
 from kernels.cuda.weight_tiles import (
     TileConfig,
+    begin_launch,
     load_rows,
     load_weights,
     row_pointers,
@@ -60,7 +61,9 @@ def _gate_up_kernel(
     num_pairs,
     K: tl.constexpr, F: tl.constexpr, TOP_K: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin_launch(EARLY)
     expert, pair, held = _tile(chosen, order, tiles, num_pairs, BLOCK_P, BLOCK_N)
     if expert < 0:
         return
@@ -96,7 +99,9 @@ def _down_kernel(
     num_pairs,
     K: tl.constexpr, H: tl.constexpr, BLOCK_P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TMA: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin_launch(EARLY)
     expert, pair, held = _tile(chosen, order, tiles, num_pairs, BLOCK_P, BLOCK_N)
     if expert < 0:
         return
@@ -115,8 +120,9 @@ def _combine_kernel(
     gamma,  # fp32 [T, k + S]
     shared,  # bf16 [T, H]
     out,  # bf16 [T, H]
-    H: tl.constexpr, S: tl.constexpr, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr,
+    H: tl.constexpr, S: tl.constexpr, TOP_K: tl.constexpr, BLOCK_H: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin_launch(EARLY)
     row = tl.program_id(0).to(tl.int64)
     if tl.load(chosen + row * TOP_K) < 0:
         return
@@ -130,8 +136,9 @@ def _combine_kernel(
 
 
 def gate_up(
-    x: Tensor, w13: Tensor, chosen: Tensor, groups: Groups, act: Tensor, config: TileConfig | None = None
-) -> None:
+    x: Tensor, w13: Tensor, chosen: Tensor, groups: Groups, act: Tensor, config: TileConfig | None = None,
+    early: bool = False,
+) -> None:  # fmt: skip
     """``x`` bf16 [T, H], ``w13`` bf16 [E, 2f, H], gate rows then up rows, ``chosen`` int32 [T, k] and its groups.
 
     -> ``act`` bf16 [T * k, f]. Rows of padding are neither read nor written.
@@ -143,14 +150,16 @@ def gate_up(
     config = config or tile_config("w13", hidden)
     _gate_up_kernel[(triton.cdiv(width, config.block_m), groups.num_tiles)](
         x, config.weights(w13), chosen, groups.order, groups.tiles, act, chosen.numel(), hidden, width,
-        chosen.shape[1], _direct_block(groups, config), config.block_m, groups.tile_rows, config.block_k, config.tma,
-        num_warps=config.num_warps, num_stages=config.stages(groups.tile_rows, 2),
+        chosen.shape[1], _direct_block(groups, config),
+        config.block_m, groups.tile_rows, config.block_k, config.tma, early,
+        num_warps=config.num_warps, launch_pdl=early, num_stages=config.stages(groups.tile_rows, 2),
     )  # fmt: skip
 
 
 def down(
-    act: Tensor, w2: Tensor, chosen: Tensor, groups: Groups, slots: Tensor, config: TileConfig | None = None
-) -> None:
+    act: Tensor, w2: Tensor, chosen: Tensor, groups: Groups, slots: Tensor, config: TileConfig | None = None,
+    early: bool = False,
+) -> None:  # fmt: skip
     """``act`` bf16 [T * k, f], ``w2`` bf16 [E, H, f], ``chosen`` int32 [T, k] and its groups -> ``slots`` [T, k, H]."""
     hidden, width = w2.shape[1:]
     assert slots.shape == (*chosen.shape, hidden), (slots.shape, chosen.shape, w2.shape)
@@ -159,12 +168,14 @@ def down(
     config = config or tile_config("w2", width)
     _down_kernel[(triton.cdiv(hidden, config.block_m), groups.num_tiles)](
         act, config.weights(w2), chosen, groups.order, groups.tiles, slots, chosen.numel(), width, hidden,
-        _direct_block(groups, config), config.block_m, groups.tile_rows, config.block_k, config.tma,
-        num_warps=config.num_warps, num_stages=config.stages(groups.tile_rows),
+        _direct_block(groups, config), config.block_m, groups.tile_rows, config.block_k, config.tma, early,
+        num_warps=config.num_warps, launch_pdl=early, num_stages=config.stages(groups.tile_rows),
     )  # fmt: skip
 
 
-def combine_slots(slots: Tensor, chosen: Tensor, gamma: Tensor, shared: Tensor, out: Tensor) -> None:
+def combine_slots(
+    slots: Tensor, chosen: Tensor, gamma: Tensor, shared: Tensor, out: Tensor, early: bool = False
+) -> None:
     """``slots`` [T, k, H], ``shared`` [T, H], bf16, ``chosen`` [T, k], ``gamma`` fp32 [T, k+S] -> ``out`` bf16 [T, H].
 
     ``shared`` is the shared experts' output, weighted already. Padding rows (expert -1) are not written.
@@ -177,8 +188,8 @@ def combine_slots(slots: Tensor, chosen: Tensor, gamma: Tensor, shared: Tensor, 
     _check_products(slots, shared, out)
     block = min(_BLOCK_H, triton.next_power_of_2(hidden))
     _combine_kernel[(num_rows, triton.cdiv(hidden, block))](
-        slots, chosen, gamma, shared, out, hidden, gamma.shape[1] - top_k, top_k, block,
-        num_warps=4, enable_fp_fusion=False,  # the reference rounds each product
+        slots, chosen, gamma, shared, out, hidden, gamma.shape[1] - top_k, top_k, block, early,
+        num_warps=4, launch_pdl=early, enable_fp_fusion=False,  # the reference rounds each product
     )  # fmt: skip
 
 
@@ -200,8 +211,9 @@ def _check_products(*tensors: Tensor) -> None:
 
 
 def _serving(
-    hidden: int, width: int, top_k: int, block_n: int, block_p: int = 0, config: TileConfig | None = None
-) -> list[Serving]:
+    hidden: int, width: int, top_k: int, block_n: int, block_p: int = 0, config: TileConfig | None = None,
+    early: bool = False,
+) -> list[Serving]:  # fmt: skip
     """``block_p`` 0: with a tile list."""
     up, down_ = config or tile_config("w13", hidden), config or tile_config("w2", width)
 
@@ -215,16 +227,22 @@ def _serving(
             "BLOCK_K": c.block_k,
             "TMA": c.tma,
             "BLOCK_P": block_p,
+            "EARLY": early,
         }
 
     pairs = {"chosen": "*i32", "order": "*i32", "tiles": "*i32", "num_pairs": "i32"}
-    label = f"H {hidden} f {width}, {block_n} rows, {block_p} pairs" + (f", {config}" if config else "")
+    label = (
+        f"H {hidden} f {width}, {block_n} rows, {block_p} pairs"
+        + (f", {config}" if config else "")
+        + ", early" * early
+    )
+    options = {"wgmma": True, "options": {"launch_pdl": early}}
     return [
         Serving(f"w13 {label}", _gate_up_kernel, {"x": "*bf16", "w13": weights(up), "act": "*bf16", **pairs},
                 {"K": hidden, "F": width, "TOP_K": top_k, **blocks(up)}, up.num_warps, up.stages(block_n, 2),
-                wgmma=True),
+                **options),
         Serving(f"w2 {label}", _down_kernel, {"act": "*bf16", "w2": weights(down_), "slots": "*bf16", **pairs},
-                {"K": width, "H": hidden, **blocks(down_)}, down_.num_warps, down_.stages(block_n), wgmma=True),
+                {"K": width, "H": hidden, **blocks(down_)}, down_.num_warps, down_.stages(block_n), **options),
     ]  # fmt: skip
 
 
@@ -234,6 +252,7 @@ SERVING = [
     *_serving(4096, 2048, 6, 16, 128),
     *(s for n in (16, 64) for s in _serving(2048, 1536, 6, n)),
     *_serving(2048, 1536, 6, 16, 128),
-    Serving("combine H 4096", _combine_kernel, _COMBINE, {"H": 4096, "S": 2, "TOP_K": 6, "BLOCK_H": _BLOCK_H},
-            options={"enable_fp_fusion": False}),
+    *_serving(2048, 1536, 6, 16, 128, early=True),
+    Serving("combine H 4096", _combine_kernel, _COMBINE,
+            {"H": 4096, "S": 2, "TOP_K": 6, "BLOCK_H": _BLOCK_H, "EARLY": False}, options={"enable_fp_fusion": False}),
 ]  # fmt: skip

@@ -4,6 +4,8 @@
     gamma  = scale * softmax of log sigmoid over the chosen and the shared experts
 
 ``kernels.mlp`` holds the reference. A pair is ``row * k + slot``. Padding rows choose expert -1 and join no group.
+
+``early`` (programmatic dependent launch): the kernel is launched while the one before it still runs.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.cuda.compile import Serving
+from kernels.cuda.weight_tiles import begin_launch
 
 DIRECT_ROWS = 16  # up to these no grouping is launched
 
@@ -29,7 +32,9 @@ def _choose_kernel(
     gamma,  # fp32 [T, k + S]
     scale,
     E: tl.constexpr, S: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_A: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin_launch(EARLY)
     row = tl.program_id(0).to(tl.int64)
     expert, active = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_A)
     if tl.load(row_slot + row) < 0:
@@ -54,7 +59,13 @@ def _choose_kernel(
 
 
 def choose_experts(
-    logits: Tensor, bias: Tensor, row_slot: Tensor, scale: float, chosen: Tensor, gamma: Tensor
+    logits: Tensor,
+    bias: Tensor,
+    row_slot: Tensor,
+    scale: float,
+    chosen: Tensor,
+    gamma: Tensor,
+    early: bool = False,
 ) -> None:
     """``logits`` fp32 [T, E+S], ``bias`` fp32 [E], ``row_slot`` int32 [T] -> ``chosen`` int32 [T, k], ``gamma``.
 
@@ -71,7 +82,8 @@ def choose_experts(
     assert all(x.is_contiguous() for x in (logits, bias, row_slot, chosen, gamma))
     _choose_kernel[(num_rows,)](
         logits, bias, row_slot, chosen, gamma, scale, num_experts, num_shared, top_k,
-        triton.next_power_of_2(num_experts), triton.next_power_of_2(top_k + num_shared), num_warps=1,
+        triton.next_power_of_2(num_experts), triton.next_power_of_2(top_k + num_shared), early,
+        num_warps=1, launch_pdl=early,
     )  # fmt: skip
 
 
@@ -151,9 +163,10 @@ def _group_kernel(
     tiles,  # int32 [num_tiles, 3]
     num_pairs,
     num_tiles,
-    E: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr,
+    E: tl.constexpr, TILE_ROWS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_P: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Program e places the pairs of expert e, program E marks the unused tiles. Each counts all pairs for itself."""
+    begin_launch(EARLY)
     mine = tl.program_id(0)
     expert, lane = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_P)
     counts = tl.zeros((BLOCK_E,), tl.int32)
@@ -184,7 +197,7 @@ def _group_kernel(
         place += tl.sum(is_mine, 0)
 
 
-def group_pairs(chosen: Tensor, num_experts: int, groups: Groups) -> None:
+def group_pairs(chosen: Tensor, num_experts: int, groups: Groups, early: bool = False) -> None:
     """``chosen`` int32 [T, k], -1: none -> ``groups``. Integer work alone: the same input gives the same tiles."""
     assert chosen.dtype == torch.int32 and chosen.is_contiguous(), (chosen.dtype, chosen.stride())
     assert groups.order.numel() == chosen.numel(), (groups.order.shape, chosen.shape)
@@ -193,7 +206,7 @@ def group_pairs(chosen: Tensor, num_experts: int, groups: Groups) -> None:
     block = 128 if chosen.numel() <= 128 else 512
     _group_kernel[(num_experts + 1,)](
         chosen, groups.order, groups.tiles, chosen.numel(), groups.num_tiles, num_experts, groups.tile_rows,
-        max(32, triton.next_power_of_2(num_experts)), block, num_warps=4,
+        max(32, triton.next_power_of_2(num_experts)), block, early, num_warps=4, launch_pdl=early,
     )  # fmt: skip
 
 
@@ -203,12 +216,12 @@ def _serving(num_experts: int, num_shared: int, top_k: int) -> list[Serving]:
         f"choose {num_experts}+{num_shared} top {top_k}", _choose_kernel,
         {"logits": "*fp32", "bias": "*fp32", "row_slot": "*i32", "chosen": "*i32", "gamma": "*fp32", "scale": "fp32"},
         {"E": num_experts, "S": num_shared, "TOP_K": top_k, "BLOCK_E": triton.next_power_of_2(num_experts),
-         "BLOCK_A": triton.next_power_of_2(top_k + num_shared)}, num_warps=1,
+         "BLOCK_A": triton.next_power_of_2(top_k + num_shared), "EARLY": False}, num_warps=1,
     )  # fmt: skip
     signature = {"chosen": "*i32", "order": "*i32", "tiles": "*i32", "num_pairs": "i32", "num_tiles": "i32"}
     groups = [
         Serving(f"group {num_experts} in tiles of {rows}, {block} pairs", _group_kernel, signature,
-                {"E": num_experts, "TILE_ROWS": rows, "BLOCK_E": block_e, "BLOCK_P": block})
+                {"E": num_experts, "TILE_ROWS": rows, "BLOCK_E": block_e, "BLOCK_P": block, "EARLY": False})
         for rows, block in ((16, 128), (16, 512), (64, 512))
     ]  # fmt: skip
     return [choose, *groups]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
@@ -35,6 +36,14 @@ class TileConfig:
         """``num_stages``, or as many as leave room for two blocks on a multiprocessor with wide row tiles."""
         stage = 2 * self.block_k * (self.block_m * num_weights + block_n)
         return max(2, min(self.num_stages, (112 << 10) // stage))
+
+
+@triton.jit
+def begin_launch(EARLY: tl.constexpr):
+    """First in a kernel: one launched early waits for the launch before it, then lets the next one start."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit

@@ -221,8 +221,10 @@ def test_a_long_prompt_and_a_single_row_have_the_same_bits(device):
 
 
 @pytest.mark.gpu
-def test_a_replayed_graph_gives_the_bits_of_a_launch(device):
-    num_rows, top_k, num_experts, hidden, width = 24, 6, 128, 2048, 1536
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("num_rows", [6, 24])
+def test_a_replayed_graph_gives_the_bits_of_a_launch(num_rows, early, device):
+    top_k, num_experts, hidden, width = 6, 128, 2048, 1536
     w13, w2 = weights(num_experts, hidden, width, device)
     x, out = random(num_rows, hidden, device=device, seed=9), random(num_rows, hidden, device=device, seed=9)
     logits, bias = random_logits(num_rows, num_experts, device)
@@ -230,25 +232,33 @@ def test_a_replayed_graph_gives_the_bits_of_a_launch(device):
     chosen = torch.empty(num_rows, top_k, dtype=torch.int32, device=device)
     gamma = torch.empty(num_rows, top_k + 2, device=device)
     shared = random(num_rows, hidden, device=device, seed=10)
+    groups = allocate_groups(num_rows, top_k, num_experts, device)
+    act = torch.empty(num_rows * top_k, width, dtype=torch.bfloat16, device=device)
+    slots = torch.empty(num_rows, top_k, hidden, dtype=torch.bfloat16, device=device)
 
-    def step() -> None:
-        choose_experts(logits, bias, row_slot, 8.0, chosen, gamma)
-        combine_slots(routed(x, chosen, w13, w2), chosen, gamma, shared, out)
+    def step(early: bool) -> None:
+        for _ in range(3):  # layer after layer: each reads what the last one wrote
+            choose_experts(logits, bias, row_slot, 2.0, chosen, gamma, early)
+            group_pairs(chosen, num_experts, groups, early)
+            gate_up(x, w13, chosen, groups, act, early=early)
+            down(act, w2, chosen, groups, slots, early=early)
+            combine_slots(slots, chosen, gamma, shared, out, early)
+            combine_slots(slots, chosen, gamma, out, x, early)
 
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        step()
+        step(early)
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step()
+        step(early)
     for seed in range(20):
-        x.copy_(random(num_rows, hidden, device=device, seed=100 + seed))
         logits.copy_(random_logits(num_rows, num_experts, device, seed=seed)[0])
         row_slot[:] = torch.where(torch.rand(num_rows, device=device) < 0.3, -1, 5)
-        out.fill_(-7.0)
-        graph.replay()
-        replayed = out.clone()
-        out.fill_(-7.0)
-        step()
-        assert torch.equal(replayed, out) and not out.isnan().any()
+        found = []
+        for run in (graph.replay, lambda: step(False)):
+            x.copy_(random(num_rows, hidden, device=device, seed=100 + seed))
+            out.fill_(-7.0)
+            run()
+            found.append((out.clone(), x.clone()))
+        assert all(map(torch.equal, *found)) and not found[0][0].isnan().any()
