@@ -31,7 +31,13 @@ CANDIDATES = [
     TileConfig(64, 128, 4, 4, tma=True),
     TileConfig(128, 64, 4, 4, tma=True),
 ]
-HEAD_CANDIDATES = [*CANDIDATES, TileConfig(256, 64, 8, 3), TileConfig(256, 64, 8, 3, tma=True)]
+HEAD_CANDIDATES = [
+    *CANDIDATES,
+    TileConfig(256, 64, 8, 3),
+    TileConfig(64, 256, 4, 5),  # these fill a multiprocessor alone
+    TileConfig(128, 128, 8, 6),
+    TileConfig(128, 128, 8, 6, tma=True),
+]
 
 
 @dataclass(frozen=True)

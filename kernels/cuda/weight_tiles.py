@@ -33,9 +33,10 @@ class TileConfig:
         return TensorDescriptor.from_tensor(w.view(-1, w.shape[-1]), [self.block_m, self.block_k])
 
     def stages(self, block_n: int, num_weights: int = 1) -> int:
-        """``num_stages``, or as many as leave room for two blocks on a multiprocessor with wide row tiles."""
+        """``num_stages``, or as many as fit: wide row tiles leave room for two blocks on a multiprocessor."""
         stage = 2 * self.block_k * (self.block_m * num_weights + block_n)
-        return max(2, min(self.num_stages, (112 << 10) // stage))
+        room = (220 << 10) if block_n <= 32 else (112 << 10)
+        return max(2, min(self.num_stages, room // stage))
 
 
 @triton.jit
