@@ -11,15 +11,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.cuda.compile import Serving
 from kernels.cuda.relative_attention import (
-    CONFIGS,
     LEAST_M,
+    OPERANDS,
+    PAGE_SIZE,
+    SERVING_HEADS,
     AttentionConfig,
     Heads,
+    check_operands,
+    tile_constants,
+)
+from kernels.cuda.relative_attention_blocks import (
     attend_block,
     by_column,
     by_key,
-    check_operands,
     column_sums,
     empty_segment,
     far_end,
@@ -122,9 +128,9 @@ def _prompt_kernel(
         for start in range(begin, near, BLOCK_KEYS):
             following = load_pages(page_row, start + BLOCK_KEYS, end, PAGE, BLOCK_KEYS)
             m, sums, values = attend_block(
-                start, pages, queries, first_position, step, has_row, bank_tile, bank_offset, key_cache, value_cache, new_keys, new_values, pass_start,
-                pass_row, kv_head, first_key, end, m, sums, values, num_kv, d, DV, EXTENT, WINDOW, PAGE, BLOCK_KEYS,
-                False, KEYS_ON_M,
+                start, pages, queries, first_position, step, has_row, bank_tile, bank_offset,
+                key_cache, value_cache, new_keys, new_values, pass_start, pass_row, kv_head, first_key, end,
+                m, sums, values, num_kv, d, DV, EXTENT, WINDOW, PAGE, BLOCK_KEYS, False, KEYS_ON_M,
             )  # fmt: skip
             pages = following
             if (start + BLOCK_KEYS) % SEGMENT == 0:
@@ -133,9 +139,9 @@ def _prompt_kernel(
     for start in range(near, end, BLOCK_KEYS):
         following = load_pages(page_row, start + BLOCK_KEYS, end, PAGE, BLOCK_KEYS)
         m, sums, values = attend_block(
-            start, pages, queries, first_position, step, has_row, bank_tile, bank_offset, key_cache, value_cache, new_keys, new_values, pass_start,
-            pass_row, kv_head, first_key, end, m, sums, values, num_kv, d, DV, EXTENT, WINDOW, PAGE, BLOCK_KEYS,
-            True, KEYS_ON_M,
+            start, pages, queries, first_position, step, has_row, bank_tile, bank_offset,
+            key_cache, value_cache, new_keys, new_values, pass_start, pass_row, kv_head, first_key, end,
+            m, sums, values, num_kv, d, DV, EXTENT, WINDOW, PAGE, BLOCK_KEYS, True, KEYS_ON_M,
         )  # fmt: skip
         pages = following
         if (start + BLOCK_KEYS) % SEGMENT == 0:
@@ -152,7 +158,7 @@ def prompt_tiles(heads: Heads, segments: np.ndarray, columns: int | None = None,
 
     Tiles that see most keys come first: the last to start are the shortest.
     """
-    columns = columns or CONFIGS[heads.head_dim].prompt_columns
+    columns = columns or heads.config.prompt_columns
     size = columns // heads.per_kv
     tiles = [(s, row) for s, (slot, _, _, rows) in enumerate(segments) if slot >= 0 for row in range(0, rows, size)]
     tiles.sort(key=lambda tile: -(segments[tile[0]][2] + tile[1]))
@@ -174,18 +180,38 @@ def prompt_attention(
     config: AttentionConfig | None = None,
 ) -> Tensor:
     """Attention of the rows of ``tiles``; others stay as they are. ``columns``: 64 or 128 (row, head) pairs a tile."""
-    config = config or CONFIGS[heads.head_dim]
+    config = config or heads.config
     columns = columns or config.prompt_columns
     check_operands(heads, q, bank, key_cache, value_cache, out)
-    assert config.prompt_keys_on_m or columns % LEAST_M == 0, columns
+    launch = config.prompt
+    assert launch.keys_on_m or columns % LEAST_M == 0, columns
     new_keys, new_values = new or (None, None)
     for x in new or ():
         assert x.is_contiguous() and x.shape[1:] == (heads.num_kv, heads.head_dim), x.shape
     _prompt_kernel[(heads.num_kv, len(tiles))](
         q, bank, key_cache, value_cache, new_keys, new_values, page_table, segments, tiles, out, page_table.shape[1],
-        heads.num_heads, heads.num_kv, heads.head_dim, EXTENT=heads.extent, BANK_WIDTH=bank.shape[2],
-        WINDOW=heads.window, PAGE=key_cache.shape[2], SEGMENT=config.segment, BLOCK_KEYS=config.block_keys,
-        C=columns, DV=max(heads.head_dim, LEAST_M), KEYS_ON_M=config.prompt_keys_on_m,
-        num_warps=config.prompt_warps, num_stages=config.prompt_stages, enable_fp_fusion=False,
+        **tile_constants(heads, config, bank.shape[2], key_cache.shape[2]), C=columns, KEYS_ON_M=launch.keys_on_m,
+        num_warps=launch.num_warps, num_stages=launch.num_stages, enable_fp_fusion=False,
     )  # fmt: skip
     return out
+
+
+def _serving(heads: Heads) -> Serving:
+    config, is_local = heads.config, heads.window > 0
+    new = {"new_keys": "*bf16", "new_values": "*bf16"} if is_local else {}
+    constants = tile_constants(heads, config, heads.extent, PAGE_SIZE)
+    if not is_local:
+        constants |= {"new_keys": None, "new_values": None}
+    return Serving(
+        f"prompt {heads}",
+        _prompt_kernel,
+        {**OPERANDS, **new, "segments": "*i32", "tiles": "*i32", "out": "*bf16", "pages_per_slot": "i32"},
+        {**constants, "C": config.prompt_columns, "KEYS_ON_M": config.prompt.keys_on_m},
+        num_warps=config.prompt.num_warps,
+        num_stages=config.prompt.num_stages,
+        wgmma=True,
+        options={"enable_fp_fusion": False},
+    )
+
+
+SERVING = [_serving(heads) for heads in SERVING_HEADS]

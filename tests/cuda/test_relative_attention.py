@@ -13,16 +13,12 @@ import torch
 from torch import Tensor
 
 from kernels.cuda.relative_attention import (
-    CONFIGS,
     AttentionConfig,
     Heads,
     SegmentParts,
     decode_attention,
 )
 from kernels.cuda.relative_attention_prompt import prompt_attention, prompt_tiles
-
-# the interpreter turns one-element arrays into loop bounds
-pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 
 FULL = Heads(8, 2, 32, extent=48)
 LOCAL = Heads(4, 1, 16, extent=70, window=70)
