@@ -71,6 +71,25 @@ CONFIGS: dict[tuple[int, bool], AttentionConfig] = {  # (head_dim, has a window)
 }
 
 
+@triton.jit
+def _store_part(
+    part_m, part_l, part_a, segments, nth, m, sums, values, max_splits, columns, num_kv: tl.constexpr,
+    per_kv: tl.constexpr, d: tl.constexpr, C: tl.constexpr, DV: tl.constexpr, KEYS_ON_M: tl.constexpr,
+):  # fmt: skip
+    """The ``nth`` split's (m, l, a). Rows are counted again: kept, they would occupy registers all the way."""
+    sequence, kv_head = tl.program_id(2), tl.program_id(1) % num_kv
+    begin = tl.program_id(1) // num_kv * (C // per_kv) * per_kv
+    column, dim = tl.arange(0, C), tl.arange(0, DV)
+    held = begin + column < tl.load(segments + sequence * 4 + 3) * per_kv
+    if C % per_kv != 0:
+        held = held & (column < C // per_kv * per_kv)
+    part = ((sequence * num_kv + kv_head).to(tl.int64) * max_splits + nth) * columns + begin + column
+    tl.store(part_m + part, m, mask=held)
+    tl.store(part_l + part, sums, mask=held)
+    mask = by_column(held, KEYS_ON_M) & by_key(dim < d, KEYS_ON_M)
+    tl.store(part_a + by_column(part * d, KEYS_ON_M) + by_key(dim, KEYS_ON_M), values, mask=mask)
+
+
 @triton.jit(do_not_specialize=["pages_per_slot", "max_splits", "columns"])
 def _segment_kernel(
     q,  # [T, n_q, d] bf16
@@ -107,7 +126,7 @@ def _segment_kernel(
     rows = tl.minimum(count - begin_row, C // per_kv)
     if (slot < 0) | (rows <= 0):
         return
-    column, value_dim = tl.arange(0, C), tl.arange(0, DV)
+    column = tl.arange(0, C)
     has_row = column < rows * per_kv
     step = column // per_kv
     first_row, first_position = first_row + begin_row, pass_start + begin_row
@@ -145,12 +164,10 @@ def _segment_kernel(
                 num_kv, d, DV, EXTENT, WINDOW, PAGE, BLOCK_KEYS, True, KEYS_ON_M,
             )  # fmt: skip
             pages = following
-        part = ((sequence * num_kv + kv_head).to(tl.int64) * max_splits + split - first_split) * columns
-        part += begin_row * per_kv + column
-        tl.store(part_m + part, m, mask=has_row)
-        tl.store(part_l + part, column_sums(sums, KEYS_ON_M), mask=has_row)
-        mask = by_column(has_row, KEYS_ON_M) & by_key(value_dim < d, KEYS_ON_M)
-        tl.store(part_a + by_column(part * d, KEYS_ON_M) + by_key(value_dim, KEYS_ON_M), values, mask=mask)
+        _store_part(
+            part_m, part_l, part_a, segments, split - first_split, m, column_sums(sums, KEYS_ON_M), values,
+            max_splits, columns, num_kv, per_kv, d, C, DV, KEYS_ON_M,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["max_splits", "columns"])
