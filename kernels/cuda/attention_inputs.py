@@ -18,9 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.cuda.compile import Serving
 from kernels.cuda.norm import check_rows
 from kernels.cuda.rows_meta import Rows, page_place
-from kernels.cuda.short_conv import HISTORY, convolved, older_input
+from kernels.cuda.short_conv import HISTORY, convolved
 
 REL_WIDTH = 16  # of r
 BANK_PAIRS = 64  # (row, head) pairs of a bank program: the M side of the instruction
@@ -78,32 +79,16 @@ def _key_value_rows(
     mask = (head < NUM_KV)[:, None] & (dim >= 0)[None, :]
     CHANNELS: tl.constexpr = 2 * NUM_KV * D
     u = qkvr + NUM_HEADS * D
-    b_w0 = tl.load(taps + channel, mask=mask, other=0.0)
-    b_w1 = tl.load(taps + CHANNELS + channel, mask=mask, other=0.0)
-    b_w2 = tl.load(taps + 2 * CHANNELS + channel, mask=mask, other=0.0)
-    b_w3 = tl.load(taps + 3 * CHANNELS + channel, mask=mask, other=0.0)
     b_norm = tl.load(k_norm + dim).to(tl.float32)
-    b_u1 = tl.zeros((HEADS, D), qkvr.dtype.element_ty)
-    b_u2, b_u3 = b_u1, b_u1
     for index in range(0, count):
         row = first + index
         slot, position = tl.load(slots + row), tl.load(positions + row)
         offset, from_end = tl.load(offsets + row), tl.load(from_ends + row)
         b_u = tl.load(u + row * ROW + channel, mask=mask & (slot >= 0), other=0.0)
-        if (index == 0) | (offset == 0):
-            b_u1 = older_input(
-                u, ROW, conv_cache, CHANNELS, conv_pages, row, slot, position, offset, channel, mask,
-                conv_pages_per_slot, 1, CONV_PAGE,
-            )  # fmt: skip
-            b_u2 = older_input(
-                u, ROW, conv_cache, CHANNELS, conv_pages, row, slot, position, offset, channel, mask,
-                conv_pages_per_slot, 2, CONV_PAGE,
-            )  # fmt: skip
-            b_u3 = older_input(
-                u, ROW, conv_cache, CHANNELS, conv_pages, row, slot, position, offset, channel, mask,
-                conv_pages_per_slot, 3, CONV_PAGE,
-            )  # fmt: skip
-        b_y = convolved(b_u3, b_u2, b_u1, b_u, b_w0, b_w1, b_w2, b_w3).to(b_u.dtype)
+        b_y = convolved(
+            b_u, u, ROW, taps, conv_cache, CHANNELS, conv_pages, row, slot, position, offset, channel,
+            mask & (slot >= 0), conv_pages_per_slot, CONV_PAGE,
+        ).to(b_u.dtype)  # fmt: skip
         if is_key:
             b_y = _normed_heads(b_y.to(tl.float32), b_norm, eps, D).to(b_u.dtype)
         conv_kept = (slot >= 0) & (from_end <= keep_inputs)
@@ -122,7 +107,6 @@ def _key_value_rows(
             tl.store(value_cache + at, b_y, mask=mask & kept)
             if HAS_PASS:
                 tl.store(v + row * (NUM_KV * D) + own, b_y, mask=held)
-        b_u3, b_u2, b_u1 = b_u2, b_u1, b_u
 
 
 @triton.jit
@@ -276,3 +260,33 @@ def attention_inputs(
         BLOCK_R=block_r, CONV_PAGE=conv_page_size, PAGE=key_cache.shape[2], HAS_TAU=has_tau,
         HAS_PASS=pass_keys is not None, num_warps=4, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def _serving(name: str, num_heads: int, num_kv: int, window: bool, extent: int, in_pass: bool) -> Serving:
+    pointers = dict.fromkeys(
+        ["qkvr", "q_norm", "k_norm", "taps", "rel_proj", "conv_cache", "key_cache", "value_cache", "q", "bank"], "*bf16"
+    )
+    rows = dict.fromkeys(["slots", "positions", "offsets", "from_ends", "conv_pages", "pages"], "*i32")
+    integers = ["num_rows", "run", "conv_pages_per_slot", "pages_per_slot", "keep_inputs", "keep_keys"]
+    numbers = dict.fromkeys(integers, "i32") | dict.fromkeys(["log_floor", "log_alpha", "eps"], "fp32")
+    passed = {"k": "*bf16", "v": "*bf16"} if in_pass else {}
+    absent = {} if in_pass else {"k": None, "v": None}
+    constants = {
+        "NUM_HEADS": num_heads, "NUM_KV": num_kv, "D": 128, "EXTENT": extent,
+        "HEADS": program_heads(num_heads, num_kv, 128), "PAIRS": BANK_PAIRS,
+        "BLOCK_R": bank_block(num_heads, num_kv, 128, extent), "CONV_PAGE": 16, "PAGE": 64,
+        "HAS_TAU": not window, "HAS_PASS": in_pass,
+    }  # fmt: skip
+    return Serving(
+        f"attention_inputs {name}", _attention_inputs_kernel, pointers | passed | rows | numbers,
+        absent | constants, num_warps=4, num_stages=1, wgmma=True, options={"enable_fp_fusion": False},
+    )  # fmt: skip
+
+
+SERVING = [
+    _serving("full 32/8", 32, 8, False, 1024, False),
+    _serving("local 32/8", 32, 8, True, 512, True),
+    _serving("full 64/8", 64, 8, False, 1024, False),
+    _serving("local 64/16", 64, 16, True, 512, True),
+    _serving("full 4/1", 4, 1, False, 1024, False),
+]

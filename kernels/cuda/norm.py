@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.cuda.compile import Serving
+
 # Warps per width, where measurements chose other than 16 elements per thread.
 CONFIGS: dict[tuple[str, int], int] = {}
 ALIGNMENT = 16  # bytes; the vector width, and with it the order of a sum, must not depend on an address
@@ -190,3 +192,33 @@ def dual_norm_cat(
         num_warps=num_warps or row_warps("dual_norm_cat", width), enable_fp_fusion=False,
     )  # fmt: skip
     return out
+
+
+_WIDTHS = (1024, 2048, 4096, 6144)
+_FUSIONS = {"enable_fp_fusion": False}
+
+
+def _serving(op: str, kernel, width: int, pointers: list[str], flags: dict[str, object]) -> Serving:
+    types = dict.fromkeys(pointers, "*bf16") | ({"ids": "*i32"} if "ids" in pointers else {}) | {"eps": "fp32"}
+    constants = {"WIDTH": width, "BLOCK": row_block(width), **flags}
+    warps = row_warps(op, width)
+    return Serving(f"{op} {width}", kernel, types, constants, num_warps=warps, options=_FUSIONS)
+
+
+SERVING = [
+    serving
+    for width in _WIDTHS
+    for serving in (
+        _serving("rms_norm", _rms_norm_kernel, width, ["x", "weight", "out"], {}),
+        _serving("add_norm", _add_norm_kernel, width, ["x", "y", "weight", "out"], {}),
+        _serving(
+            "embed_norm", _embed_norm_kernel, width,
+            ["ids", "table", "weight", "next_weight", "out", "next_out"], {"HAS_NORM": True, "HAS_NEXT": True},
+        ),
+        _serving(
+            "dual_norm_cat", _dual_norm_cat_kernel, width,
+            ["hidden", "hidden_weight", "ids", "table", "backbone_weight", "embed_weight", "out"],
+            {"HAS_BACKBONE": True},
+        ),
+    )
+]  # fmt: skip

@@ -5,8 +5,8 @@
 y and the sum are rounded, products and additions are separate operations in this order: ((w_0 u_{t-3} + w_1 u_{t-2})
 + w_2 u_{t-1}) + w_3 u_t, + u_t. Inputs of the same pass come from the pass, older ones from the cache.
 
-A program owns a run of rows and keeps the taps and the last three inputs in registers. The length of the run is a
-run-time argument of one binary per width, so it cannot change a bit.
+A program owns a run of rows, so that taps and older inputs stay in its processor's first-level cache. The length of
+the run is a run-time argument of one binary per width: it cannot change a bit.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.cuda.compile import Serving
 from kernels.cuda.norm import check_rows, normed_row, row_block, row_warps
 from kernels.cuda.rows_meta import Rows, page_place
 
@@ -27,7 +28,7 @@ _PROCESSORS = 132  # of an H200
 
 def rows_per_program(op: str, num_rows: int, width: int) -> int:
     """Rows of one program: one while the device has room, then as many as make one wave."""
-    programs = CONFIGS.get((op, width)) or _PROCESSORS * (2 if width <= 4096 else 1)
+    programs = CONFIGS.get((op, width)) or _PROCESSORS * 2048 // (32 * row_warps(op, width))
     return max(1, -(-num_rows // programs))
 
 
@@ -40,18 +41,33 @@ def older_input(
     in_pass = offset >= LAG
     in_cache = (offset < LAG) & (position >= LAG) & (slot >= 0)
     place = page_place(pages, slot, tl.maximum(position - LAG, 0), pages_per_slot, PAGE_SIZE, in_cache)
-    b_pass = tl.load(u + (row - LAG) * stride + channel, mask=mask & in_pass, other=0.0)
-    b_cache = tl.load(cache + place * cache_stride + channel, mask=mask & in_cache, other=0.0)
-    return tl.where(in_pass, b_pass, b_cache)
+    source = tl.where(in_pass, u + (row - LAG) * stride, cache + place * cache_stride)
+    return tl.load(source + channel, mask=mask & (in_pass | in_cache), other=0.0)
 
 
 @triton.jit
-def convolved(b_u3, b_u2, b_u1, b_u, b_w0, b_w1, b_w2, b_w3):
-    """Inputs, oldest first, and taps -> fp32 y."""
-    total = b_u3.to(tl.float32) * b_w0.to(tl.float32)
-    total += b_u2.to(tl.float32) * b_w1.to(tl.float32)
-    total += b_u1.to(tl.float32) * b_w2.to(tl.float32)
-    total += b_u.to(tl.float32) * b_w3.to(tl.float32)
+def convolved(
+    b_u, u, stride, taps, cache, channels, pages, row, slot, position, offset, channel, mask, pages_per_slot,
+    PAGE_SIZE: tl.constexpr,
+):  # fmt: skip
+    """fp32 y of ``row``, whose input is ``b_u``. Taps and older inputs of this pass come from the first-level cache."""
+    b_old = older_input(
+        u, stride, cache, channels, pages, row, slot, position, offset, channel, mask, pages_per_slot, 3, PAGE_SIZE
+    )  # fmt: skip
+    b_w = tl.load(taps + channel, mask=mask, other=0.0)
+    total = b_old.to(tl.float32) * b_w.to(tl.float32)
+    b_old = older_input(
+        u, stride, cache, channels, pages, row, slot, position, offset, channel, mask, pages_per_slot, 2, PAGE_SIZE
+    )  # fmt: skip
+    b_w = tl.load(taps + channels + channel, mask=mask, other=0.0)
+    total += b_old.to(tl.float32) * b_w.to(tl.float32)
+    b_old = older_input(
+        u, stride, cache, channels, pages, row, slot, position, offset, channel, mask, pages_per_slot, 1, PAGE_SIZE
+    )  # fmt: skip
+    b_w = tl.load(taps + 2 * channels + channel, mask=mask, other=0.0)
+    total += b_old.to(tl.float32) * b_w.to(tl.float32)
+    b_w = tl.load(taps + 3 * channels + channel, mask=mask, other=0.0)
+    total += b_u.to(tl.float32) * b_w.to(tl.float32)
     return total + b_u.to(tl.float32)
 
 
@@ -65,17 +81,8 @@ def _conv_add_kernel(
     mask = channel < WIDTH
     first = tl.program_id(0).to(tl.int64) * run
     count = tl.minimum(run, num_rows - first)
-    b_w0 = tl.load(taps + channel, mask=mask, other=0.0)
-    b_w1 = tl.load(taps + WIDTH + channel, mask=mask, other=0.0)
-    b_w2 = tl.load(taps + 2 * WIDTH + channel, mask=mask, other=0.0)
-    b_w3 = tl.load(taps + 3 * WIDTH + channel, mask=mask, other=0.0)
-    if HAS_NORM:
-        b_norm = tl.load(weight + channel, mask=mask, other=0.0)
-    base = first * WIDTH
-    next_u = tl.load(u + base + channel, mask=mask, other=0.0)
-    next_x = tl.load(x + base + channel, mask=mask, other=0.0)
-    b_u1 = tl.zeros((BLOCK,), u.dtype.element_ty)
-    b_u2, b_u3 = b_u1, b_u1
+    next_u = tl.load(u + first * WIDTH + channel, mask=mask, other=0.0)
+    next_x = tl.load(x + first * WIDTH + channel, mask=mask, other=0.0)
     for index in range(0, count):
         row = first + index
         b_u, b_x = next_u, next_x
@@ -84,27 +91,20 @@ def _conv_add_kernel(
         next_x = tl.load(x + (row + 1) * WIDTH + channel, mask=ahead, other=0.0)
         slot, position = tl.load(slots + row), tl.load(positions + row)
         offset, from_end = tl.load(offsets + row), tl.load(from_ends + row)
-        if (index == 0) | (offset == 0):
-            b_u1 = older_input(
-                u, WIDTH, cache, WIDTH, pages, row, slot, position, offset, channel, mask, pages_per_slot, 1, PAGE_SIZE
-            )  # fmt: skip
-            b_u2 = older_input(
-                u, WIDTH, cache, WIDTH, pages, row, slot, position, offset, channel, mask, pages_per_slot, 2, PAGE_SIZE
-            )  # fmt: skip
-            b_u3 = older_input(
-                u, WIDTH, cache, WIDTH, pages, row, slot, position, offset, channel, mask, pages_per_slot, 3, PAGE_SIZE
-            )  # fmt: skip
         held = mask & (slot >= 0)
-        b_y = convolved(b_u3, b_u2, b_u1, b_u, b_w0, b_w1, b_w2, b_w3).to(b_x.dtype)
+        b_y = convolved(
+            b_u, u, WIDTH, taps, cache, WIDTH, pages, row, slot, position, offset, channel, held, pages_per_slot,
+            PAGE_SIZE,
+        ).to(b_x.dtype)  # fmt: skip
         b_sum = (b_x.to(tl.float32) + b_y.to(tl.float32)).to(b_x.dtype)
         tl.store(x + row * WIDTH + channel, b_sum, mask=held)
         if HAS_NORM:
-            b_out = normed_row(b_sum.to(tl.float32), b_norm.to(tl.float32), eps, WIDTH)
+            b_norm = tl.load(weight + channel, mask=mask, other=0.0).to(tl.float32)
+            b_out = normed_row(b_sum.to(tl.float32), b_norm, eps, WIDTH)
             tl.store(out + row * WIDTH + channel, b_out.to(b_x.dtype), mask=held)
         kept = (slot >= 0) & (from_end <= keep_rows)
         place = page_place(pages, slot, position, pages_per_slot, PAGE_SIZE, kept)
         tl.store(cache + place * WIDTH + channel, b_u, mask=mask & kept)
-        b_u3, b_u2, b_u1 = b_u2, b_u1, b_u
 
 
 def short_conv_add_norm(
@@ -139,3 +139,20 @@ def short_conv_add_norm(
         HAS_NORM=weight is not None, PAGE_SIZE=page_size, WIDTH=width, BLOCK=row_block(width),
         num_warps=num_warps or row_warps(op, width), num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
+
+
+def _serving(width: int, has_norm: bool) -> Serving:
+    pointers = dict.fromkeys(["u", "x", "taps", "cache"], "*bf16")
+    rows = dict.fromkeys(["slots", "positions", "offsets", "from_ends", "pages"], "*i32")
+    numbers = dict.fromkeys(["num_rows", "run", "pages_per_slot", "keep_rows"], "i32") | {"eps": "fp32"}
+    normed = {"weight": "*bf16", "out": "*bf16"} if has_norm else {}
+    absent = {} if has_norm else {"weight": None, "out": None}
+    constants = {"HAS_NORM": has_norm, "PAGE_SIZE": 16, "WIDTH": width, "BLOCK": row_block(width)}
+    op = "short_conv_add_norm" if has_norm else "short_conv_add"
+    return Serving(
+        f"{op} {width}", _conv_add_kernel, pointers | normed | rows | numbers, absent | constants,
+        num_warps=row_warps(op, width), num_stages=1, options={"enable_fp_fusion": False},
+    )  # fmt: skip
+
+
+SERVING = [_serving(width, has_norm) for width in (1024, 2048, 4096, 6144) for has_norm in (True, False)]

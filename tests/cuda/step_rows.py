@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,23 +39,3 @@ def chunked(count: int, borders: list[int]) -> list[tuple[int, int]]:
     """(first, rows) of the chunks that ``borders`` cut ``count`` positions into."""
     edges = [0, *borders, count]
     return [(a, b - a) for a, b in zip(edges, edges[1:], strict=False)]
-
-
-@contextmanager
-def nearest_bf16() -> Iterator[None]:
-    """Triton's interpreter cuts fp32 off to bf16; GPUs round to nearest. Makes the interpreter round too."""
-    from triton.runtime import interpreter
-
-    original = interpreter._convert_float
-
-    def convert(values, source, target, rounding):
-        if str(source) == "fp32" and str(target) == "bf16":
-            rounded = torch.from_numpy(np.ascontiguousarray(values, np.float32)).bfloat16()
-            return rounded.view(torch.int16).numpy().view(np.uint16).reshape(np.shape(values))
-        return original(values, source, target, rounding)
-
-    interpreter._convert_float = convert
-    try:
-        yield
-    finally:
-        interpreter._convert_float = original
