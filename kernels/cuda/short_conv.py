@@ -11,6 +11,8 @@ the run is a run-time argument of one binary per width: it cannot change a bit.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
@@ -21,15 +23,27 @@ from kernels.cuda.norm import check_rows, normed_row, row_block, row_warps
 from kernels.cuda.rows_meta import Rows, page_place
 
 HISTORY = 3  # older inputs of a row
-# Programs of the whole device that a long pass is spread over, per width.
-CONFIGS: dict[tuple[str, int], int] = {}
-_PROCESSORS = 132  # of an H200
 
 
-def rows_per_program(op: str, num_rows: int, width: int) -> int:
-    """Rows of one program: one while the device has room, then as many as make one wave."""
-    programs = CONFIGS.get((op, width)) or _PROCESSORS * 2048 // (32 * row_warps(op, width))
-    return max(1, -(-num_rows // programs))
+@dataclass(frozen=True)
+class ConvConfig:
+    """How one width is launched. Warps order the sum of the norm; the rest changes no bit."""
+
+    num_warps: int
+    programs: int  # that a long pass is spread over
+    max_registers: int | None = None
+
+
+CONFIGS: dict[int, ConvConfig] = {  # by width; 132 processors
+    4096: ConvConfig(16, 132 * 4, 64),
+    6144: ConvConfig(16, 132 * 4),
+}
+
+
+def conv_config(width: int) -> ConvConfig:
+    """The committed configuration of a width, or one for about 16 elements a thread."""
+    warps = row_warps("short_conv_add_norm", width)
+    return CONFIGS.get(width) or ConvConfig(warps, 132 * 64 // warps)
 
 
 @triton.jit
@@ -119,8 +133,7 @@ def short_conv_add_norm(
     weight: Tensor | None = None,  # [H] of the norm that follows; None: no norm
     eps: float = 0.0,
     out: Tensor | None = None,  # [T, H] the norm
-    run: int | None = None,  # rows of one program
-    num_warps: int | None = None,
+    config: ConvConfig | None = None,
 ) -> None:
     """``x += conv(u)``; ``out = norm(x)``; rows with from_end <= 3 + keep_after leave their input in ``cache``.
 
@@ -131,13 +144,13 @@ def short_conv_add_norm(
     assert (weight is None) == (out is None), "weight and out go together"
     assert u.dtype == x.dtype == cache.dtype and pages.dtype == torch.int32, (u.dtype, cache.dtype, pages.dtype)
     check_rows(width, u, x, taps, cache, weight, out)
-    op = "short_conv_add" if weight is None else "short_conv_add_norm"
-    run = run or rows_per_program(op, num_rows, width)
+    config = config or conv_config(width)
+    run = triton.cdiv(num_rows, config.programs)  # rows of one program
     _conv_add_kernel[(triton.cdiv(num_rows, run),)](
         u, x, taps, cache, weight, out, rows.slot, rows.position, rows.offset, rows.from_end, pages, eps,
         num_rows, run, pages.shape[1], HISTORY + keep_after,
         HAS_NORM=weight is not None, PAGE_SIZE=page_size, WIDTH=width, BLOCK=row_block(width),
-        num_warps=num_warps or row_warps(op, width), num_stages=1, enable_fp_fusion=False,
+        num_warps=config.num_warps, maxnreg=config.max_registers, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -148,10 +161,11 @@ def _serving(width: int, has_norm: bool) -> Serving:
     normed = {"weight": "*bf16", "out": "*bf16"} if has_norm else {}
     absent = {} if has_norm else {"weight": None, "out": None}
     constants = {"HAS_NORM": has_norm, "PAGE_SIZE": 16, "WIDTH": width, "BLOCK": row_block(width)}
-    op = "short_conv_add_norm" if has_norm else "short_conv_add"
+    config = conv_config(width)
+    options = {"enable_fp_fusion": False, "maxnreg": config.max_registers}
     return Serving(
-        f"{op} {width}", _conv_add_kernel, pointers | normed | rows | numbers, absent | constants,
-        num_warps=row_warps(op, width), num_stages=1, options={"enable_fp_fusion": False},
+        f"short_conv_add{'_norm' * has_norm} {width}", _conv_add_kernel, pointers | normed | rows | numbers,
+        absent | constants, num_warps=config.num_warps, num_stages=1, options=options,
     )  # fmt: skip
 
 
