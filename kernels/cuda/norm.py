@@ -8,7 +8,6 @@ Rows are bf16 [T, H]; norm weights [H] are bf16 or fp32. Bytes per row: what is 
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor

@@ -96,7 +96,7 @@ def _candidates_kernel(
     logits, temperatures, top_ks, top_ps, min_ps, part_max, found_keys, found_masses, found_ids, found_count, masses,
     stride, vocab_size, num_tiles, TILE: tl.constexpr, TILES: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Keys and masses of a tile's ids that are near the row's largest, in order of id; their number; the tile's mass."""
+    """Keys and masses of a tile's ids near the row's largest, in order of id; their number; the tile's mass."""
     tile, row = tl.program_id(0), tl.program_id(1)
     temperature = tl.load(temperatures + row)
     if _ranked(temperature, tl.load(top_ks + row), tl.load(top_ps + row), vocab_size):
@@ -293,7 +293,7 @@ def _merge_kernel(
     total = tl.sum(tl.load(part_sum + at, mask=mask, other=0.0) * exp_nonpositive(largest - base), 0)
     tl.store(row_max + row, top)
     tl.store(log_sum + row, tl.log(total))
-    if HAS_DRAW:
+    if HAS_DRAW:  # noqa: SIM102 - decided at compilation, the other at run time
         if tl.load(temperatures + row) > 0:
             largest = tl.load(drawn + at, mask=mask, other=float("-inf"))
             ids = tl.load(drawn_id + at, mask=mask, other=2147483647)
@@ -365,7 +365,8 @@ def _cut_rows(logits: Tensor, rows: SamplingRows, part_max: Tensor, cut_values: 
         TILE=TILE, TILES=tiles, SLOTS=_CANDIDATES, num_warps=16, enable_fp_fusion=False,
     )  # fmt: skip
     _row_cut_kernel[(num_rows,)](
-        logits, *filters, part_max, found_keys, found_masses, found_ids, found_count, masses, cut_values, cut_ids, *sizes,
+        logits, *filters, part_max, found_keys, found_masses, found_ids, found_count, masses, cut_values, cut_ids,
+        *sizes,
         TILES=tiles, SLOTS=_CANDIDATES, BLOCK=block, num_warps=_cut_warps(block), enable_fp_fusion=False,
     )  # fmt: skip
 
@@ -381,7 +382,8 @@ _TYPES = {
     "logits": "*fp32", "temperatures": "*fp32", "top_ks": "*i32", "top_ps": "*fp32", "min_ps": "*fp32",
     "seeds": "*i64", "positions": "*i64", "part_max": "*fp32", "part_id": "*i32", "part_sum": "*fp32",
     "found_keys": "*i32", "found_masses": "*i64", "found_ids": "*i32", "found_count": "*i32", "masses": "*i64",
-    "cut_values": "*fp32", "cut_ids": "*i32", "drawn": "*fp32", "drawn_id": "*i32", "tokens": "*i64", "row_max": "*fp32", "log_sum": "*fp32",
+    "cut_values": "*fp32", "cut_ids": "*i32",
+    "drawn": "*fp32", "drawn_id": "*i32", "tokens": "*i64", "row_max": "*fp32", "log_sum": "*fp32",
 }  # fmt: skip
 SERVING = [
     _serving(name, kernel, {n: t for n, t in _TYPES.items() if n in kernel.arg_names}, flags, num_warps)

@@ -152,8 +152,8 @@ def check_batches_agree(device: str) -> None:
         for segment in segments:
             alone |= step_of(g, [segment], single, device)
         for order, run in (((0, 1, 2, 3), None), ((3, 1, 0, 2), 4)):
-            state = before.clone()
-            found = step_of(g, [segments[i] for i in order], state, device, padded=243 * (device == "cuda") + 3, run=run)
+            state, padded = before.clone(), 246 if device == "cuda" else 3
+            found = step_of(g, [segments[i] for i in order], state, device, padded, run)
             assert state.equals(single)
             for segment, outputs in found.items():
                 assert all(torch.equal(a, b) for a, b in zip(outputs, alone[segment], strict=True)), (g, segment)
