@@ -40,7 +40,9 @@ def _assert_close(found: Tensor, expected: Tensor) -> None:
 
 def _norm(op: str, t: int, width: int, num_warps: int | None = None) -> Built:
     weight, other, table = _random(width), _random(width), _random(32768, width)
-    reads, writes = {"rms_norm": (1, 1), "add_norm": (2, 2), "embed_norm": (1, 2), "dual_norm_cat": (2, 2)}[op]
+    reads, writes = {"rms_norm": (1, 1), "add_norm": (2, 2), "embed_norm": (1, 2), "dual_norm_cat": (2, 2)}[
+        op
+    ]
     moved = t * width * 2 * (reads + writes)
 
     def buffers() -> tuple[Tensor, ...]:
@@ -71,7 +73,9 @@ def _norm(op: str, t: int, width: int, num_warps: int | None = None) -> Built:
     baseline = None
     if op == "rms_norm":
         baseline = [partial(torch.nn.functional.rms_norm, s[0], (width,), weight, EPS) for s in sets]
-    return Built([partial(run, *s) for s in sets], check, moved, baseline=baseline, bound=NORM_BOUND * (t == 4096))
+    return Built(
+        [partial(run, *s) for s in sets], check, moved, baseline=baseline, bound=NORM_BOUND * (t == 4096)
+    )
 
 
 def _segments(t: int) -> tuple[list[tuple[int, int, int]], int]:
@@ -93,7 +97,9 @@ def _conv(t: int, width: int, has_norm: bool, config: ConvConfig | None = None) 
     rows, pages, num_pages = _paged(t, CONV_PAGE)
     taps, weight = _random(4, width), _random(width)
     decodes = t <= 256
-    moved = t * width * 2 * (3 + has_norm + 4 * decodes)  # u, x, x, the norm; three older inputs and one written
+    moved = (
+        t * width * 2 * (3 + has_norm + 4 * decodes)
+    )  # u, x, x, the norm; three older inputs and one written
 
     def buffers() -> tuple[Tensor, ...]:
         return _random(t, width), _random(t, width), _random(t, width), _random(num_pages * CONV_PAGE, width)
@@ -128,7 +134,12 @@ def _inputs(t: int, name: str, run_rows: int | None = None, block_r: int | None 
     rows, conv_pages, num_conv = _paged(t, CONV_PAGE)
     _, pages, num_pages = _paged(t, PAGE)
     channels, decodes = 2 * g.num_kv * g.head_dim, t <= 256
-    q_norm, k_norm, taps, rel = _random(g.head_dim), _random(g.head_dim), _random(4, channels), _random(g.extent, 16)
+    q_norm, k_norm, taps, rel = (
+        _random(g.head_dim),
+        _random(g.head_dim),
+        _random(4, channels),
+        _random(g.extent, 16),
+    )
     kept = t if g.window is None else min(t, g.keep_keys)
     outputs = g.num_heads * (g.head_dim + g.extent)
     moved = 2 * (t * (g.row_width + outputs) + kept * channels + 4 * decodes * t * channels)
@@ -136,8 +147,12 @@ def _inputs(t: int, name: str, run_rows: int | None = None, block_r: int | None 
     def buffers() -> tuple[Tensor, ...]:
         cache = [_random(num_pages, g.num_kv, PAGE, g.head_dim) for _ in range(2)]
         conv = _random(num_conv * CONV_PAGE, channels)
-        return _random(t, g.row_width), conv, *cache, _random(t, g.num_heads, g.head_dim), _random(
-            t, g.num_heads, g.extent
+        return (
+            _random(t, g.row_width),
+            conv,
+            *cache,
+            _random(t, g.num_heads, g.head_dim),
+            _random(t, g.num_heads, g.extent),
         )
 
     def run(qkvr: Tensor, conv: Tensor, keys: Tensor, values: Tensor, q: Tensor, bank: Tensor) -> None:
@@ -169,7 +184,12 @@ def _sampling(t: int, how: str) -> Built:
     ranked = how == "top_k 50, top_p 0.9"
     seed, position = torch.arange(t, device="cuda") * 77, torch.arange(t, device="cuda") + 1000
     rows = SamplingRows(
-        filled(1.0), filled(50 * ranked, torch.int32), filled(0.9 if ranked else 1.0), filled(0.0), seed, position
+        filled(1.0),
+        filled(50 * ranked, torch.int32),
+        filled(0.9 if ranked else 1.0),
+        filled(0.0),
+        seed,
+        position,
     )
     sampled = None if how == "greedy" else rows
     sets = rotating(buffers, t * VOCAB * 4)
@@ -209,7 +229,9 @@ def _conv_cells() -> list[Cell]:
         warps = {4096: (8, 16), 6144: (16, 32), 2048: (4, 8)}[width]
         registers = {4096: (None, 80, 64), 6144: (None,), 2048: (None, 80)}[width]
         configs = [ConvConfig(w, 132 * n, r) for w in warps for n in (2, 4, 8, 16, 31) for r in registers]
-        configs = [c for c in configs if c != base and not (c.num_warps == warps[0] and c.max_registers == 64)]
+        configs = [
+            c for c in configs if c != base and not (c.num_warps == warps[0] and c.max_registers == 64)
+        ]
         for t, has_norm in ((1, True), (64, True), (4096, True), (4096, False)):
             others = {
                 f"{c.num_warps} warps, {c.programs} programs, {c.max_registers} registers": partial(

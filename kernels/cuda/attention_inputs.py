@@ -124,7 +124,9 @@ def _bank_tile(
     held = inside & (tl.load(slots + row, mask=inside, other=-1) >= 0)
     at = row * ROW + pair % NUM_HEADS * 16
     b_r = tl.load(r + at[:, None] + rel[None, :], mask=held[:, None], other=0.0)
-    b_p = tl.load(rel_proj + distance[:, None] * 16 + rel[None, :], mask=(distance < EXTENT)[:, None], other=0.0)
+    b_p = tl.load(
+        rel_proj + distance[:, None] * 16 + rel[None, :], mask=(distance < EXTENT)[:, None], other=0.0
+    )
     b_bank = tl.dot(b_r, tl.trans(b_p)).to(bank.dtype.element_ty)
     if HAS_TAU:
         position = tl.load(positions + row, mask=inside, other=0)
@@ -239,9 +241,17 @@ def attention_inputs(
     """
     g = geometry
     num_rows, has_tau = rows.num_rows, g.window is None and g.log_alpha != 0
-    assert qkvr.shape == (num_rows, g.row_width) and bank.shape == (num_rows, g.num_heads, g.extent), qkvr.shape
-    assert rel_proj.shape == (g.extent, REL_WIDTH) and rel_proj.dtype == qkvr.dtype, (rel_proj.shape, rel_proj.dtype)
-    assert pages.dtype == conv_pages.dtype == torch.int32 and not isinf(g.log_floor), (pages.dtype, g.log_floor)
+    assert qkvr.shape == (num_rows, g.row_width) and bank.shape == (num_rows, g.num_heads, g.extent), (
+        qkvr.shape
+    )
+    assert rel_proj.shape == (g.extent, REL_WIDTH) and rel_proj.dtype == qkvr.dtype, (
+        rel_proj.shape,
+        rel_proj.dtype,
+    )
+    assert pages.dtype == conv_pages.dtype == torch.int32 and not isinf(g.log_floor), (
+        pages.dtype,
+        g.log_floor,
+    )
     check_rows(g.row_width, qkvr)
     check_rows(2 * g.num_kv * g.head_dim, taps, conv_cache)
     check_rows(g.head_dim, q_norm, k_norm, key_cache, value_cache, q, *(pass_keys or ()))
@@ -264,7 +274,19 @@ def attention_inputs(
 
 def _serving(name: str, num_heads: int, num_kv: int, window: bool, extent: int, in_pass: bool) -> Serving:
     pointers = dict.fromkeys(
-        ["qkvr", "q_norm", "k_norm", "taps", "rel_proj", "conv_cache", "key_cache", "value_cache", "q", "bank"], "*bf16"
+        [
+            "qkvr",
+            "q_norm",
+            "k_norm",
+            "taps",
+            "rel_proj",
+            "conv_cache",
+            "key_cache",
+            "value_cache",
+            "q",
+            "bank",
+        ],
+        "*bf16",
     )
     rows = dict.fromkeys(["slots", "positions", "offsets", "from_ends", "conv_pages", "pages"], "*i32")
     integers = ["num_rows", "run", "conv_pages_per_slot", "pages_per_slot", "keep_inputs", "keep_keys"]

@@ -198,7 +198,9 @@ _FUSIONS = {"enable_fp_fusion": False}
 
 
 def _serving(op: str, kernel, width: int, pointers: list[str], flags: dict[str, object]) -> Serving:
-    types = dict.fromkeys(pointers, "*bf16") | ({"ids": "*i32"} if "ids" in pointers else {}) | {"eps": "fp32"}
+    types = (
+        dict.fromkeys(pointers, "*bf16") | ({"ids": "*i32"} if "ids" in pointers else {}) | {"eps": "fp32"}
+    )
     constants = {"WIDTH": width, "BLOCK": row_block(width), **flags}
     warps = row_warps(op, width)
     return Serving(f"{op} {width}", kernel, types, constants, num_warps=warps, options=_FUSIONS)

@@ -302,7 +302,13 @@ def _merge_kernel(
 
 
 def sample(
-    logits: Tensor, rows: SamplingRows | None, tokens: Tensor, row_max: Tensor, log_sum: Tensor, *, ranked: bool = True
+    logits: Tensor,
+    rows: SamplingRows | None,
+    tokens: Tensor,
+    row_max: Tensor,
+    log_sum: Tensor,
+    *,
+    ranked: bool = True,
 ) -> Tensor:
     """One token per row: ``logits [R, V']`` fp32 (rows may be strided) -> ``tokens [R]`` int64 or int32.
 
@@ -348,7 +354,9 @@ def _cut_warps(block: int) -> int:
     return max(4, block // 256)
 
 
-def _cut_rows(logits: Tensor, rows: SamplingRows, part_max: Tensor, cut_values: Tensor, cut_ids: Tensor) -> None:
+def _cut_rows(
+    logits: Tensor, rows: SamplingRows, part_max: Tensor, cut_values: Tensor, cut_ids: Tensor
+) -> None:
     num_rows, vocab_size = logits.shape
     num_tiles = part_max.shape[1]
     slots = (num_rows, num_tiles, _CANDIDATES)
@@ -371,10 +379,14 @@ def _cut_rows(logits: Tensor, rows: SamplingRows, part_max: Tensor, cut_values: 
     )  # fmt: skip
 
 
-def _serving(name: str, kernel, pointers: dict[str, str], flags: dict[str, object], num_warps: int) -> Serving:
+def _serving(
+    name: str, kernel, pointers: dict[str, str], flags: dict[str, object], num_warps: int
+) -> Serving:
     integers = {n: "i32" for n in ("stride", "vocab_size", "num_tiles") if n in kernel.arg_names}
     options = {"enable_fp_fusion": False}
-    return Serving(f"sampling {name}", kernel, pointers | integers, flags, num_warps=num_warps, options=options)
+    return Serving(
+        f"sampling {name}", kernel, pointers | integers, flags, num_warps=num_warps, options=options
+    )
 
 
 _TILES = triton.next_power_of_2(triton.cdiv(201024, TILE))

@@ -140,9 +140,16 @@ def short_conv_add_norm(
     Padding rows change nothing, neither in ``x`` and ``out`` nor in ``cache``.
     """
     num_rows, width = x.shape
-    assert u.shape == x.shape and rows.num_rows == num_rows and taps.shape == (4, width), (u.shape, taps.shape)
+    assert u.shape == x.shape and rows.num_rows == num_rows and taps.shape == (4, width), (
+        u.shape,
+        taps.shape,
+    )
     assert (weight is None) == (out is None), "weight and out go together"
-    assert u.dtype == x.dtype == cache.dtype and pages.dtype == torch.int32, (u.dtype, cache.dtype, pages.dtype)
+    assert u.dtype == x.dtype == cache.dtype and pages.dtype == torch.int32, (
+        u.dtype,
+        cache.dtype,
+        pages.dtype,
+    )
     check_rows(width, u, x, taps, cache, weight, out)
     config = config or conv_config(width)
     run = triton.cdiv(num_rows, config.programs)  # rows of one program

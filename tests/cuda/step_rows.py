@@ -27,7 +27,12 @@ def page_table(num_slots: int, pages_per_slot: int, device: str, seed: int = 0) 
 
 
 def make_step(
-    segments: list[Segment], page_size: int, device: str, num_slots: int = 4, positions: int = 64, padded: int = 0
+    segments: list[Segment],
+    page_size: int,
+    device: str,
+    num_slots: int = 4,
+    positions: int = 64,
+    padded: int = 0,
 ) -> Step:
     per_slot = -(-positions // page_size)
     total = sum(count for *_, count in segments)

@@ -27,7 +27,10 @@ def geometries(device: str) -> tuple[LayerGeometry, ...]:
             LayerGeometry(4, 1, 128, 512, 16, EPS, keep_after=KEEP_AFTER),
             LayerGeometry(8, 2, 32, 256, None, *tau),
         )
-    return (LayerGeometry(4, 2, 32, 24, None, *tau), LayerGeometry(6, 3, 16, 7, 5, EPS, keep_after=KEEP_AFTER))
+    return (
+        LayerGeometry(4, 2, 32, 24, None, *tau),
+        LayerGeometry(6, 3, 16, 7, 5, EPS, keep_after=KEEP_AFTER),
+    )
 
 
 @dataclass
@@ -67,7 +70,12 @@ def weights(g: LayerGeometry, device: str) -> tuple[Tensor, ...]:
 
 
 def step_of(
-    g: LayerGeometry, segments: list[Segment], state: State, device: str, padded: int = 0, run: int | None = None
+    g: LayerGeometry,
+    segments: list[Segment],
+    state: State,
+    device: str,
+    padded: int = 0,
+    run: int | None = None,
 ) -> dict[Segment, tuple[Tensor, ...]]:
     """(q, k, v, bank) by segment; writes ``state``."""
     qkvr, q_norm, k_norm, taps, rel = weights(g, device)
@@ -132,12 +140,20 @@ def check_chunks_agree(device: str) -> None:
         state = State.empty(g, device)
         ((*whole,),) = step_of(g, [(1, 0, length)], state, device).values()
         singles = range(1, length) if device == "cuda" else (3,)
-        for borders in [*([b] for b in singles), [1, 2, 4, 9, 14], *([list(range(1, length))] * (device == "cuda"))]:
+        for borders in [
+            *([b] for b in singles),
+            [1, 2, 4, 9, 14],
+            *([list(range(1, length))] * (device == "cuda")),
+        ]:
             chunks_state, parts = State.empty(g, device), []
             for first, n in chunked(length, borders):
                 parts += step_of(g, [(1, first, n)], chunks_state, device, padded=n % 2).values()
-            assert all(torch.equal(torch.cat(c), w) for c, w in zip(zip(*parts, strict=True), whole, strict=True))
-            last = state.keys != SENTINEL  # the whole prompt keeps no key before its window; smaller chunks do
+            assert all(
+                torch.equal(torch.cat(c), w) for c, w in zip(zip(*parts, strict=True), whole, strict=True)
+            )
+            last = (
+                state.keys != SENTINEL
+            )  # the whole prompt keeps no key before its window; smaller chunks do
             assert torch.equal(chunks_state.keys[last], state.keys[last])
             assert torch.equal(chunks_state.values[last], state.values[last])
 
@@ -156,7 +172,10 @@ def check_batches_agree(device: str) -> None:
             found = step_of(g, [segments[i] for i in order], state, device, padded, run)
             assert state.equals(single)
             for segment, outputs in found.items():
-                assert all(torch.equal(a, b) for a, b in zip(outputs, alone[segment], strict=True)), (g, segment)
+                assert all(torch.equal(a, b) for a, b in zip(outputs, alone[segment], strict=True)), (
+                    g,
+                    segment,
+                )
 
 
 def test_inputs_agree_with_float64(device):

@@ -8,7 +8,9 @@ import torch
 from kernels.cuda.rows_meta import allocate_rows, fill_rows, make_rows
 
 
-@pytest.mark.parametrize("segments", [[(3, 10, 5), (0, 0, 1), (2, 7, 130)], [(i, 3 * i, i % 4 + 1) for i in range(70)]])
+@pytest.mark.parametrize(
+    "segments", [[(3, 10, 5), (0, 0, 1), (2, 7, 130)], [(i, 3 * i, i % 4 + 1) for i in range(70)]]
+)
 @pytest.mark.parametrize("padding", [0, 1, 140])
 def test_every_row_finds_its_segment_and_the_rest_is_padding(segments, padding, device):
     expected = [
@@ -23,9 +25,13 @@ def test_every_row_finds_its_segment_and_the_rest_is_padding(segments, padding, 
 
 def test_a_second_fill_overwrites_the_first_and_empty_segments_hold_no_row(device):
     rows = allocate_rows(10, 4, device)
-    rows.segments.copy_(torch.tensor([[5, 0, 100, 7], [6, 7, 0, 3], [-1, 0, 0, 0], [-1, 0, 0, 0]], dtype=torch.int32))
+    rows.segments.copy_(
+        torch.tensor([[5, 0, 100, 7], [6, 7, 0, 3], [-1, 0, 0, 0], [-1, 0, 0, 0]], dtype=torch.int32)
+    )
     fill_rows(rows)
-    rows.segments.copy_(torch.tensor([[-1, 0, 0, 0], [4, 1, 9, 2], [-1, 0, 0, 0], [8, 5, 0, 1]], dtype=torch.int32))
+    rows.segments.copy_(
+        torch.tensor([[-1, 0, 0, 0], [4, 1, 9, 2], [-1, 0, 0, 0], [8, 5, 0, 1]], dtype=torch.int32)
+    )
     fill_rows(rows)
     assert rows.slot.tolist() == [-1, 4, 4, -1, -1, 8, -1, -1, -1, -1]
     assert rows.position.tolist() == [0, 9, 10, 0, 0, 0, 0, 0, 0, 0]

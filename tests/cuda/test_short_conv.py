@@ -25,7 +25,9 @@ def sequences(width: int, device: str) -> tuple[Tensor, ...]:
     """u, x [slots, LENGTH, H], taps, norm weight."""
     generator = torch.Generator().manual_seed(width)
     u, x = torch.randn(2, SLOTS, LENGTH, width, generator=generator).bfloat16().to(device)
-    taps, weight = (torch.randn(shape, generator=generator).bfloat16().to(device) for shape in ((4, width), (width,)))
+    taps, weight = (
+        torch.randn(shape, generator=generator).bfloat16().to(device) for shape in ((4, width), (width,))
+    )
     return u, x, taps, weight
 
 
@@ -37,7 +39,13 @@ def empty_cache(width: int, device: str) -> Tensor:
 
 
 def step_of(
-    segments: list[Segment], cache: Tensor, width: int, device: str, *, norm: bool = True, padded: int = 0,
+    segments: list[Segment],
+    cache: Tensor,
+    width: int,
+    device: str,
+    *,
+    norm: bool = True,
+    padded: int = 0,
     programs: int | None = None,
 ) -> dict[Segment, tuple[Tensor, Tensor]]:
     """x and its norm by segment; writes ``cache``."""
@@ -76,7 +84,9 @@ def check_chunks_agree(device: str) -> None:
         ((x, out),) = step_of([(1, 0, length)], cache, width, device).values()
         true_x, exact = expected(1, width, device)
         assert torch.equal(x, true_x[:length])
-        assert ((out.double() - exact[:length]).abs() <= exact[:length].abs() * (2**-8 + 2**-19) + 1e-30).all()
+        assert (
+            (out.double() - exact[:length]).abs() <= exact[:length].abs() * (2**-8 + 2**-19) + 1e-30
+        ).all()
         all_borders = range(1, length) if device == "cuda" else (1, 2, 4, 8, 19)
         for borders in [*([b] for b in all_borders), list(range(1, length)), [1, 2, 5, 9]]:
             chunks_cache = empty_cache(width, device)
@@ -100,7 +110,9 @@ def check_batches_agree(device: str) -> None:
         for order in ((0, 1, 2, 3), (3, 1, 0, 2)):
             for programs in (1, 4, None):
                 cache = before.clone()
-                found = step_of([segments[i] for i in order], cache, width, device, padded=3, programs=programs)
+                found = step_of(
+                    [segments[i] for i in order], cache, width, device, padded=3, programs=programs
+                )
                 assert torch.equal(cache, single)
                 for segment, (x, out) in found.items():
                     assert torch.equal(x, alone[segment][0]) and torch.equal(out, alone[segment][1])
