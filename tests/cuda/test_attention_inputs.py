@@ -208,3 +208,23 @@ def test_only_what_a_later_pass_reads_is_written(index, device):
     positions = range(first + count - 3 - KEEP_AFTER, first + count)
     slots = [int(conv_pages[2, p // CONV_PAGE]) * CONV_PAGE + p % CONV_PAGE for p in positions]
     assert sorted([*range(CONV_PAGE), *slots]) == held
+
+
+@pytest.mark.gpu
+def test_caches_beyond_two_to_the_31_elements_are_addressed(device):
+    g = geometries(device)[0]
+    small, large = State.empty(g, device), State.empty(g, device)
+    ((*expected_outputs,),) = step_of(g, [(0, 0, 1)], small, device).values()
+    shape = (270_000, *large.keys.shape[1:])
+    large.keys, large.values = (torch.zeros(shape, dtype=torch.bfloat16, device=device) for _ in range(2))
+    pages = torch.full((SLOTS, LENGTH // PAGE), shape[0] - 1, dtype=torch.int32, device=device)
+    qkvr, *others = weights(g, device)
+    step = make_step([(0, 0, 1)], CONV_PAGE, device, SLOTS, LENGTH)
+    q, bank = (torch.empty_like(expected_outputs[i]) for i in (0, 3))
+    attention_inputs(
+        qkvr[0, :1].contiguous(), *others, large.conv, large.keys, large.values, q, bank, step.rows, step.pages,
+        CONV_PAGE, pages, g,
+    )  # fmt: skip
+    assert torch.equal(large.keys[-1, :, 0], expected_outputs[1][0])
+    assert torch.equal(large.values[-1, :, 0], expected_outputs[2][0])
+    assert torch.equal(q, expected_outputs[0]) and torch.equal(bank, expected_outputs[3])

@@ -169,3 +169,17 @@ def test_graph_replay_gives_the_same_bits(device):
         out.fill_(float("nan"))
         graph.replay()
         assert torch.equal(out, expected_out)
+
+
+@pytest.mark.gpu
+def test_a_cache_beyond_two_to_the_31_elements_is_addressed(device):
+    width, page = 4096, 70_000
+    u, x, taps, _ = sequences(width, device)
+    step = make_step([(0, 3, 1)], PAGE, device, SLOTS, LENGTH)
+    step.pages[0, 0] = page
+    cache = torch.zeros((page + 1) * PAGE, width, dtype=torch.bfloat16, device=device)
+    cache[page * PAGE : page * PAGE + 3] = u[0, :3]
+    row = x[0, 3:4].clone()
+    short_conv_add_norm(u[0, 3:4].clone(), row, taps, cache, step.rows, step.pages, PAGE, KEEP_AFTER)
+    assert torch.equal(row, expected(0, width, device)[0][3:4])
+    assert torch.equal(cache[page * PAGE + 3], u[0, 3])
