@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cuda.sampling import sample
-from kernels.sampling import SamplingRows, sample_reference
+from kernels.cuda.rank_cut import cut_rows
+from kernels.cuda.sampling import TILE, sample
+from kernels.sampling import SamplingRows, filter_logits_reference, sample_reference
 
 # temperature, top_k, top_p, min_p
 GREEDY, PLAIN, MIN_P = (0.0, 5, 0.5, 0.1), (1.3, 0, 1.0, 0.0), (0.7, 0, 1.0, 0.05)
@@ -52,18 +53,38 @@ def test_unranked_rows_draw_the_reference_s_tokens(device):
     assert_as_reference(logits_of(4, 5000, 3.0, device), [GREEDY, PLAIN, MIN_P, PLAIN], ranked=False)
 
 
-@pytest.mark.parametrize("filters", [TOP_K, TOP_P, BOTH])
-def test_ranked_rows_draw_the_reference_s_tokens(filters, device):
-    assert_as_reference(logits_of(1, 300, 2.0, device), [filters])
+def assert_cut_as_reference(logits: Tensor, filters: tuple) -> None:
+    """Exactly the ids that the reference's top_k and top_p leave; min_p is off."""
+    rows = rows_of([filters] * len(logits), str(logits.device))
+    padded = torch.nn.functional.pad(logits, (0, -logits.shape[1] % TILE), value=-torch.inf)
+    part_max = padded.unflatten(1, (-1, TILE)).amax(2)
+    values, ids = torch.empty(len(logits), device=logits.device), torch.empty_like(rows.top_k)
+    cut_rows(logits, rows, part_max, TILE, values, ids)
+    scaled = logits / rows.temperature[:, None]
+    at_cut = (scaled == values[:, None]) & (
+        torch.arange(logits.shape[1], device=logits.device) <= ids[:, None]
+    )
+    on_cpu = SamplingRows(**{name: value.cpu() for name, value in vars(rows).items()})
+    expected = filter_logits_reference(logits.cpu().clone(), on_cpu) > -torch.inf
+    assert torch.equal(((scaled > values[:, None]) | at_cut).cpu(), expected)
 
 
-@pytest.mark.parametrize("filters", [TOP_K, (3.0, 0, 0.5, 0.0)])
-def test_ties_at_the_cut_go_to_the_lower_id(filters, device):
-    assert_as_reference(logits_of(1, 300, 1.0, device, ties=True), [filters])
+@pytest.mark.parametrize("filters", [TOP_K, TOP_P, (0.9, 40, 0.8, 0.0)])
+@pytest.mark.parametrize("ties", [False, True])
+def test_top_k_and_top_p_leave_the_reference_s_ids(filters, ties, device):
+    assert_cut_as_reference(logits_of(1, 300, 2.0, device, ties), filters)
 
 
 def test_a_flat_row_has_too_many_candidates_and_is_cut_whole(device):
-    assert_as_reference(logits_of(1, 700, 0.5, device), [(1.0, 650, 0.99, 0.0)])
+    assert_cut_as_reference(logits_of(1, 700, 0.5, device, ties=True), (1.0, 650, 0.99, 0.0))
+
+
+def test_min_p_leaves_the_reference_s_ids(device):
+    assert_as_reference(logits_of(6, 300, 2.0, device), [(9.0, 0, 1.0, 0.8)] * 6, ranked=False)
+
+
+def test_ranked_rows_draw_the_reference_s_tokens(device):
+    assert_as_reference(logits_of(1, 300, 2.0, device), [BOTH])
 
 
 def test_greedy_takes_the_lowest_of_equal_ids_across_tiles(device):
@@ -75,7 +96,7 @@ def test_greedy_takes_the_lowest_of_equal_ids_across_tiles(device):
 
 
 def test_the_batch_changes_no_token_and_no_log_sum(device):
-    logits = logits_of(3, 4200, 5.0, device)
+    logits = logits_of(3, 4200, 9.0, device)
     filters = [PLAIN, MIN_P, BOTH]
     whole = draw(logits, rows_of(filters, device))
     for i in (0, 2) if device == "cpu" else range(3):

@@ -51,15 +51,17 @@ def step_of(
     """x and its norm by segment; writes ``cache``."""
     u, x, taps, weight = sequences(width, device)
     step = make_step(segments, PAGE, device, SLOTS, LENGTH, padded)
-    poison = torch.full((padded, width), float("nan"), dtype=torch.bfloat16, device=device)
-    u, x = (torch.cat([*(s[slot, first : first + n] for slot, first, n in segments), poison]) for s in (u, x))
+    padding = torch.full((padded, width), SENTINEL, dtype=torch.bfloat16, device=device)
+    u, x = (
+        torch.cat([*(s[slot, first : first + n] for slot, first, n in segments), padding]) for s in (u, x)
+    )
     out = torch.full_like(x, float("nan"))
     config = conv_config(width)
     config = config if programs is None else ConvConfig(config.num_warps, programs, config.max_registers)
     arguments = (weight, EPS, out) if norm else ()
     short_conv_add_norm(u, x, taps, cache, step.rows, step.pages, PAGE, KEEP_AFTER, *arguments, config=config)
     if padded:
-        assert x[-padded:].isnan().all() and out[-padded:].isnan().all(), "a padding row wrote"
+        assert (x[-padded:] == SENTINEL).all() and out[-padded:].isnan().all(), "a padding row wrote"
     counts = [n for *_, n in segments] + [padded]
     return dict(zip(segments, zip(x.split(counts), out.split(counts), strict=True), strict=False))
 
