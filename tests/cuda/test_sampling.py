@@ -79,6 +79,12 @@ def test_a_flat_row_has_too_many_candidates_and_is_cut_whole(device):
     assert_cut_as_reference(logits_of(1, 700, 0.5, device, ties=True), (1.0, 650, 0.99, 0.0))
 
 
+def test_a_long_tail_below_every_candidate_still_counts(device):
+    logits = torch.zeros(1, 4000, device=device)
+    logits[0, 7] = 13.0  # the only candidate, with 99.1 % of the mass
+    assert_cut_as_reference(logits, (1.0, 0, 0.995, 0.0))
+
+
 def test_min_p_leaves_the_reference_s_ids(device):
     assert_as_reference(logits_of(6, 300, 2.0, device), [(9.0, 0, 1.0, 0.8)] * 6, ranked=False)
 
