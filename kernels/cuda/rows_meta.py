@@ -36,7 +36,8 @@ class Rows:
 
 def allocate_rows(num_rows: int, num_segments: int, device: torch.device | str) -> Rows:
     """Empty metadata for ``num_rows`` rows, all of them padding, in up to ``num_segments`` segments."""
-    fields = torch.zeros(5, num_rows, dtype=torch.int32, device=device)
+    # each field begins at a multiple of 16 bytes: an address must not choose another binary
+    fields = torch.zeros(5, -(-num_rows // 4) * 4, dtype=torch.int32, device=device)[:, :num_rows]
     fields[0] = fields[4] = -1
     segments = torch.zeros(num_segments, SEGMENT_FIELDS, dtype=torch.int32, device=device)
     segments[:, 0] = -1
