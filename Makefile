@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
 
-.PHONY: install demo test test-slow lint bench clean
+.PHONY: install demo test test-slow soak lint bench clean
 
 install: $(STAMP)
 
@@ -20,10 +20,13 @@ demo: $(STAMP)
 	$(BIN)/python demo/run.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not soak and not gpu"
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
+
+soak: $(STAMP)
+	$(BIN)/python -m pytest -s -m soak
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -34,7 +34,7 @@ from inkling.text import load_tokenizer
 ROOT = Path(__file__).parents[1]
 CHECKPOINT = ROOT / "demo" / "checkpoint"
 TABLE = Path(__file__).with_suffix(".csv")
-MAX_TOKENS = 64
+MAX_TOKENS = 96
 N = 3
 STREAMS = 8
 

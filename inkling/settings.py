@@ -29,7 +29,7 @@ class Settings:
     max_context: int = 0  # positions of one sequence; 0: the checkpoint's limit, at most 4096
     max_running_sequences: int = 16
     max_tokens_per_step: int = 512  # rows of one target call: decodes first, then prompt chunks
-    max_prompt_chunk: int = 0  # rows of one prompt in a step; 0: all that max_tokens_per_step allows
+    max_prompt_chunk: int = 0  # rows of one prompt in a step; 0: as many as running answers hardly notice
     max_queued_requests: int = 256  # waiting requests; one more is answered UNAVAILABLE
     cache_bytes: int = 1 << 30  # all caches of target and draft together
     prefix_cache: str = "on"  # on | off: reuse of cached prefixes. Never changes an answer

@@ -8,10 +8,11 @@ The order is fixed; each step is rounded to fp32:
     logit bias   x + b
     bans         -inf: an id that would complete a bad word, or would end the answer before its minimum
 
-These are vLLM's definitions (vllm/model_executor/layers/utils.py, vllm/v1/sample/ops/bad_words.py): bad words are
-matched against the output, not the prompt. The output of a row in a verification window is what was committed
-before the window, then the drafts before the row: each row is shaped as the target alone would shape it when all
-drafts before it stand, and is used only then.
+These are vLLM's definitions (apply_penalties in vllm/model_executor/layers/utils.py at commit 00358600, and
+vllm/v1/sample/ops/bad_words.py at 17daac61; there the frequency term goes first, which differs in rounding only).
+Bad words are matched against the output, not the prompt. The output of a row in a verification window is what was
+committed before the window, then the drafts before the row: each row is shaped as the target alone would shape it
+when all drafts before it stand, and is used only then.
 
 Row-invariance: all steps are elementwise and all counts are integers.
 """

@@ -32,6 +32,15 @@ SETTINGS: dict[str, dict] = {
 }
 SHAPES = SETTINGS | {f"{a} and {b}": SETTINGS[a] | SETTINGS[b] for a, b in combinations(SETTINGS, 2)}
 SHAPES["all"] = {key: value for setting in SETTINGS.values() for key, value in setting.items()}
+FILTERS: dict[str, dict] = {  # the depths apply these, too
+    "temperature": {"temperature": 1.7},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.8},
+    "min_p": {"min_p": 0.1},
+}
+SEEDED = SETTINGS | FILTERS | {"minimum": {}}  # "minimum": min_tokens before stop ids
+SEEDED["all"] = SHAPES["all"] | FILTERS["top_k"] | FILTERS["top_p"] | FILTERS["min_p"]
+SEEDED["all and minimum"] = SEEDED["all"]
 
 
 @pytest.fixture(scope="module")
@@ -136,25 +145,32 @@ def test_every_number_of_drafts_draws_what_the_definitions_say(models: LocalMode
 @pytest.mark.parametrize(
     "every_n", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["one N", "every N"]
 )
-@pytest.mark.parametrize("name", [*SETTINGS, "all"])
+@pytest.mark.parametrize("name", SEEDED)
 def test_a_thousand_seeds_draw_the_same_tokens_with_any_drafts(
     models: LocalModels, name: str, every_n: bool
 ) -> None:
     random = Random(len(name))
+    # a first token, a window of all drafts, the token behind it
+    rules = StopRules(
+        DEPTHS + 2, 3 if "minimum" in name else 0, frozenset({4, 9} if "minimum" in name else ())
+    )
     requests = [
         GenerateRequest(
             (random.randrange(20), random.randrange(20)),
-            SamplingParams(temperature=1.0, seed=seed, **SETTINGS.get(name, SHAPES["all"])),
-            StopRules(6),
+            SamplingParams(**{"temperature": 1.0, "seed": seed} | SEEDED[name]),
+            rules,
         )
         for seed in range(1000)
     ]
     expected = [reply.ids for reply in generate(models.engine(max_queued_requests=1000), requests)]
     draft = scripted(models, References(zip(requests, expected, strict=True)))
+    verified: Counter = Counter()
     for shift in range(DEPTHS if every_n else 1):  # 0 drafts are the reference
         drafted = [replace(r, num_draft_tokens=1 + (i + shift) % DEPTHS) for i, r in enumerate(requests)]
         engine = models.engine(draft, max_queued_requests=1000)
         assert [reply.ids for reply in generate(engine, drafted)] == expected
+        verified += engine.verified
+    assert all(verified[n, a] for n in range(1, DEPTHS + 1) for a in range(n + 1)), verified
 
 
 def test_histories_survive_a_lost_step(models: LocalModels) -> None:

@@ -3,7 +3,9 @@
 Any answer is exact, so ``auto`` may learn as it goes: from verification, how often depth k's draft stands once
 those before it stood (a_k); from the clock, what a step costs. With n drafts for each of B sequences a step
 emits B (1 + a_1 + a_1 a_2 + ... + a_1 .. a_n) tokens, and its cost follows from B (n + 1) target rows and n
-depths of B n entries. The n with the best ratio is used.
+depths of B n entries and one for each accepted draft. The n with the best ratio is used. For a newcomer the
+ratio also counts what its depths take over its prompt: r n c seconds a token, for r prompt rows a token in this
+traffic and c seconds a row and depth.
 
 A depth is either kept up for the whole life of a sequence or given up for good, because an entry that was left
 out cannot be computed later. Depths that no step uses cost time, so a sequence keeps them only as long as that
@@ -32,9 +34,10 @@ PURSE_STEPS = 30.0  # the most it holds, in steps
 FIRST_STEPS = 4.0  # what it holds at first, in steps
 REVIEW_STEPS, TRIAL_STEPS = 8, 32  # steps between two looks at all lengths; between two trials of a neighbour
 SURE_TRIES, SURE_STEPS = 32, 40  # no depth is given up before so many verifications of it, or so many steps
-MEMORY = 256  # verifications of a depth that count (for one sequence; a few steps' worth for more)
-FADE = 1 / 256  # of a depth's evidence, per step: old evidence gives way to new
-PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.3, 1.0
+MEMORY = 512  # verifications of a depth that count (for one sequence; a few steps' worth for more)
+FADE = 1 / 128  # of the evidence on a depth that no step tries, per step: it may be worth another look
+TRAFFIC_FADE = 1 / 2048  # of prompt rows and tokens, per step
+PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.3, 1.0  # of the first depth
 DOUBT, MIN_VARIANCE = 1.0, 0.05
 SWITCH_GAIN = 1.01  # another length must be so much better
 MAX_PROMPT_SHARE = 0.25  # calls with a larger share of prompt rows say little about decoding
@@ -47,10 +50,11 @@ class Load:
     max_rows: int  # of a target call
     plain: int = 0  # sequences that draft nothing
     drafting: Counter[int] = field(default_factory=Counter)  # most drafts -> sequences that may draft so many
-    asked: Counter[int] = field(
-        default_factory=Counter
-    )  # the same, had nobody given up depths; also of ``plain``
+    # the same of all sequences, had nobody given up depths and were every prompt computed
+    asked: Counter[int] = field(default_factory=Counter)
     prompt_rows: int = 0  # of the step just run; the next has about as many
+    prefilled: int = 0  # prompt rows of the step just run that keep depths
+    tokens: int = 0  # of the step just run
     entries: int = 0  # that wait in the windows, over all sequences
     depths: int = 0  # the most that a sequence keeps
     is_ring_short: bool = False  # a window must run all its depths
@@ -108,6 +112,7 @@ class AutoDraftLength(DraftLength):
         self._tried = [0.0] * num_depths  # evidence on each depth: verifications, of which
         self._stood = [0.0] * num_depths  # ... so many stood
         self._counts: Counter[tuple[int, int]] = Counter()  # (verified, accepted) since the last choice
+        self._prefilled = self._emitted = 0.0  # prompt rows and tokens of late
         self._started = self._step_started = 0.0
         self._called_s = 0.0  # seconds of both calls since ``_step_started``
         self._steps = 0  # choices so far
@@ -117,7 +122,7 @@ class AutoDraftLength(DraftLength):
         self._next_trial = self._trial = 0
         self._reviewed: tuple[int, tuple[int, int, int]] = (-REVIEW_STEPS, (0, 0, 0))
         self._rates: list[float] = []  # tokens per second by length, of the sequences as they are
-        self._length = num_depths  # the best of those
+        self._length = num_depths  # the best length, as far as one of those sequences has the depths
         self._step_s = 0.0  # seconds of a step of that length
         self._purse: float | None = None  # seconds; None: nothing is known yet
 
@@ -141,9 +146,12 @@ class AutoDraftLength(DraftLength):
         for first, end, depths, drafts in zip(*(segments[word::9] for word in (4, 5, 6, 7)), strict=True):
             deepest = max(deepest, depths)
             rows += depths * (end - first)
-            prompt_rows += 0 if drafts else depths * (end - first)
+            is_prompt = not drafts or end - first > 2 * self.max_depths + 1  # or backlog
+            prompt_rows += depths * (end - first) * is_prompt
         if prompt_rows <= MAX_PROMPT_SHARE * rows:
             self.costs.add_draft(deepest, rows / max(1, deepest), seconds)
+        else:
+            self.costs.add_prompt(prompt_rows, seconds, deepest, (rows - prompt_rows) / deepest)
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
         self._counts[num_drafts, num_accepted] += 1
@@ -151,10 +159,12 @@ class AutoDraftLength(DraftLength):
     def acceptance(self, depth: int, doubt: float = 0.0) -> float:
         """a_k: the share of depth ``depth``'s drafts that stand once those before them stood.
 
-        ``doubt``: standard errors to add (of a share, with a floor on its variance).
+        A depth of which little was seen is taken to be like the one before it. ``doubt``: standard errors to add
+        (of a share, with a floor on its variance).
         """
+        prior = self.acceptance(depth - 1) if depth else PRIOR_ACCEPTANCE
         tried = self._tried[depth] + PRIOR_WEIGHT
-        share = (self._stood[depth] + PRIOR_ACCEPTANCE * PRIOR_WEIGHT) / tried
+        share = (self._stood[depth] + prior * PRIOR_WEIGHT) / tried
         if not doubt:
             return share
         return min(1.0, share + doubt * math.sqrt((share * (1 - share) + MIN_VARIANCE) / tried))
@@ -168,7 +178,7 @@ class AutoDraftLength(DraftLength):
         self._counts.clear()
         memory = MEMORY + 4 * num_sequences
         for k in range(self.max_depths):
-            keep = max(0.0, 1 - FADE - tried[k] / memory)
+            keep = max(0.0, 1 - (tried[k] / memory if tried[k] else FADE))
             self._tried[k] = self._tried[k] * keep + tried[k]
             self._stood[k] = self._stood[k] * keep + stood[k]
 
@@ -176,7 +186,9 @@ class AutoDraftLength(DraftLength):
 
     def choose(self, load: Load) -> None:
         self._learn(load.num_drafting)
-        if not load.drafting and not load.plain:
+        self._prefilled += load.prefilled - TRAFFIC_FADE * self._prefilled
+        self._emitted += load.tokens - TRAFFIC_FADE * self._emitted
+        if not load.asked:
             return
         self._steps += 1
         if self._first_lengths and load.drafting:
@@ -184,7 +196,7 @@ class AutoDraftLength(DraftLength):
             return
         if not self.costs.target:
             return
-        shape = (load.num_drafting, load.plain, load.depths)
+        shape = (load.asked.total(), load.num_drafting, load.depths)
         since, last_shape = self._reviewed
         if self._steps - since >= REVIEW_STEPS or shape != last_shape:
             self._review(load)
@@ -195,10 +207,10 @@ class AutoDraftLength(DraftLength):
         if self._purse is None or num_depths <= self.best or not self._is_sure(self.best):
             return num_depths
         depths = min(self.hope, num_depths)
-        extra = self.costs.draft(depths, rows) - self.costs.draft(self.best, rows)
+        extra = self.costs.prompt_row * rows * (depths - self.best)
         if depths <= self.best or self._purse < extra + self._step_s:  # trials of them must be affordable too
             return self.best
-        self._purse -= max(0.0, extra)
+        self._purse -= extra
         return depths
 
     def _is_sure(self, num_depths: int) -> bool:
@@ -206,16 +218,15 @@ class AutoDraftLength(DraftLength):
         return self._steps >= SURE_STEPS or self._tried[num_depths] >= SURE_TRIES
 
     def _review(self, load: Load) -> None:
-        count = load.num_drafting + load.plain
-        longest = max(0, min(self.max_depths, load.max_rows // count - 1))
+        longest = max(0, min(self.max_depths, load.max_rows // load.asked.total() - 1))
         everyone = replace(load, drafting=load.asked, plain=0)
-        rates = self._rates_of(everyone, longest)
+        rates = self._with_prompts(self._rates_of(everyone, longest))
         self.best = self.hope = _better(self.best, rates)
-        bold = self._rates_of(everyone, longest, DOUBT)
+        bold = self._with_prompts(self._rates_of(everyone, longest, DOUBT))
         if max(bold[self.best :]) > SWITCH_GAIN * rates[self.best]:
             self.hope = max(range(self.best, len(bold)), key=bold.__getitem__)
         self._rates = self._rates_of(load, min(load.depths, longest))
-        self._length = _better(self._length, self._rates)
+        self._length = min(self.best, len(self._rates) - 1)
         self._step_s = self._seconds(load, self._length, self._length, load.drafts(self._length))
         if self._purse is None:
             self._purse = FIRST_STEPS * self._step_s
@@ -223,10 +234,20 @@ class AutoDraftLength(DraftLength):
     def _rates_of(self, load: Load, longest: int, doubt: float = 0.0) -> list[float]:
         """Tokens per second of each length, with no more depths than it needs."""
         each = self._each(longest, doubt)
-        return [
-            self._tokens(load, n, each) / self._seconds(load, n, n, load.drafts(n))
-            for n in range(longest + 1)
-        ]
+        rates = []
+        for n in range(longest + 1):
+            entries = load.drafts(n) + sum(
+                count * (each[m] - each[m - 1])
+                for most, count in load.drafting.items()
+                if (m := min(most, n))
+            )
+            rates.append(self._tokens(load, n, each) / self._seconds(load, n, n, entries))
+        return rates
+
+    def _with_prompts(self, rates: list[float]) -> list[float]:
+        """``rates`` of each length, were the time of its depths over the prompts counted."""
+        seconds = self.costs.prompt_row * self._prefilled / max(1.0, self._emitted)  # of a depth, per token
+        return [1 / (1 / rate + n * seconds) for n, rate in enumerate(rates)]
 
     def _each(self, num_drafts: int, doubt: float = 0.0) -> list[float]:
         """Tokens of one sequence that drafts 0, 1, .. ``num_drafts``."""
@@ -270,8 +291,7 @@ class AutoDraftLength(DraftLength):
             if 0 <= other < len(self._rates) and other != length and self._try(load, other):
                 return
         if load.depths > length and not self._afford(self._loss(load, length)) and self._is_sure(length):
-            # the best of all may only pay once others draft as much, too: newcomers do
-            self.num_depths = max(length, self.best)
+            self.num_depths = length
 
     def _try(self, load: Load, num_drafts: int) -> bool:
         if affordable := self._afford(self._loss(load, num_drafts)):
@@ -300,40 +320,38 @@ def choose_lengths(lengths: DraftLength, plan: list[Segment], max_rows: int) -> 
     """
     if not lengths.is_auto:
         return []
-    load, drafting, ended = Load(max_rows), [], []
+    load, drafting, prompts = Load(max_rows), [], []
     for segment in plan:
         sequence = segment.sequence
+        is_prompt = segment.draws <= 1 and segment.rows > 1  # with its last chunk a sequence decodes next
+        load.tokens += segment.accepted + 1 if segment.draws else 0
+        if is_prompt and sequence.asked_depths:
+            load.prefilled += segment.rows
         if sequence.finish_reason:
             continue
+        load.asked[sequence.asked_depths] += 1
+        if is_prompt and sequence.window is not None:
+            prompts.append((sequence, segment.rows))
         if sequence.num_uncomputed > 1:  # more prompt
             load.prompt_rows += segment.rows
-        else:
-            load.asked[sequence.asked_depths] += 1
-        if sequence.num_uncomputed == 1 and (sequence.window is None or sequence.max_drafts == 0):
+        elif sequence.window is None or sequence.max_drafts == 0:
             load.plain += 1
-            continue
-        if sequence.window is None:
-            continue
-        is_prompt = segment.draws <= 1 and segment.rows > 1  # with its last chunk a sequence decodes next
-        if is_prompt:
-            kept = lengths.prompt_depths(sequence.window.num_depths, segment.rows)
-            if kept < sequence.window.num_depths:
-                sequence.shrink(kept)
-            if not kept:
-                ended.append(sequence)
-        if sequence.num_uncomputed > 1 or sequence.window is None:
-            load.plain += sequence.num_uncomputed == 1
-            continue
-        depths, waiting = sequence.window.num_depths, sequence.num_computed - sequence.window.final
-        load.drafting[sequence.max_drafts] += 1
-        load.depths = max(load.depths, depths)
-        load.entries += depths if is_prompt else waiting
-        load.is_ring_short |= not is_prompt and waiting + depths + 1 > ring_rows(depths)
-        drafting.append(sequence)
+        else:
+            depths, waiting = sequence.window.num_depths, sequence.num_computed - sequence.window.final
+            load.drafting[sequence.max_drafts] += 1
+            load.depths = max(load.depths, depths)
+            load.entries += depths if is_prompt else waiting
+            load.is_ring_short |= not is_prompt and waiting + depths + 1 > ring_rows(depths)
+            drafting.append(sequence)
     lengths.choose(load)
-    for sequence in drafting:
-        if sequence.window.num_depths > lengths.num_depths:
-            sequence.shrink(lengths.num_depths)
-            if not lengths.num_depths:
-                ended.append(sequence)
-    return ended
+    kept = [(sequence, lengths.num_depths) for sequence in drafting]
+    kept += [(s, lengths.prompt_depths(s.window.num_depths, rows)) for s, rows in prompts]
+    return [sequence for sequence, depths in kept if _shrink(sequence, depths)]
+
+
+def _shrink(sequence: Sequence, num_depths: int) -> bool:
+    """Gives up the depths beyond ``num_depths``; whether none is left of some."""
+    if sequence.window is None or sequence.window.num_depths <= num_depths:
+        return False
+    sequence.shrink(num_depths)
+    return num_depths == 0

@@ -192,6 +192,7 @@ class Engine:
             self._commit(plan)
             self._reply(plan)
             self._run_draft(plan, hidden)
+            self.scheduler.pace.step_ran()
 
     def _retire(self) -> None:
         """Ends what was cancelled or is past its deadline."""

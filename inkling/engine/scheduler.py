@@ -11,6 +11,7 @@ from typing import NamedTuple
 from inkling.engine.draft_length import AutoDraftLength, DraftLength
 from inkling.engine.draft_window import Window
 from inkling.engine.log_probs import TokenLogProb
+from inkling.engine.pace import StepPace
 from inkling.engine.pages import (
     CacheLayout,
     Model,
@@ -34,7 +35,9 @@ class EngineLimits:
     max_tokens_per_step: int  # rows of one target call
     max_queued_requests: int
     num_draft_tokens: int  # N: the most drafts a step verifies; 0: no draft model
-    max_prompt_chunk: int = 1 << 30  # rows of one prompt in a step, within max_tokens_per_step
+    max_prompt_chunk: int = (
+        1 << 30
+    )  # rows of one prompt in a step; 0: all prompts share what ``StepPace`` gives
     auto_draft_length: bool = False  # each step drafts the number that gives the most tokens per second
     prefix_block: int = 0  # positions that a cached prefix is a multiple of; 0: no prefix reuse
 
@@ -46,7 +49,7 @@ class EngineLimits:
             settings.max_tokens_per_step,
             settings.max_queued_requests,
             num_draft_tokens,
-            settings.max_prompt_chunk or settings.max_tokens_per_step,
+            settings.max_prompt_chunk,
             settings.draft_length == "auto",
             settings.prefix_block if settings.prefix_cache == "on" else 0,
         )
@@ -57,11 +60,10 @@ class EngineLimits:
             "max_running_sequences",
             "max_tokens_per_step",
             "max_queued_requests",
-            "max_prompt_chunk",
         ):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 1 or more")
-        for name in ("num_draft_tokens", "prefix_block"):
+        for name in ("num_draft_tokens", "prefix_block", "max_prompt_chunk"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
 
@@ -126,6 +128,7 @@ class Scheduler:
         self.layout = layout
         kind = AutoDraftLength if limits.auto_draft_length else DraftLength
         self.lengths = kind(limits.num_draft_tokens)
+        self.pace = StepPace()
         self.num_preemptions = 0
         self._num_arrivals = 0
         self.reset()
@@ -162,10 +165,12 @@ class Scheduler:
     def admit(self) -> list[Sequence]:
         """Moves sequences from the head of the queue into free slots while pages suffice for their ids."""
         admitted = []
+        wanted = self._wanted_pages(self.running) if self.waiting and self._free_slots else []
         while self.waiting and self._free_slots:
             sequence = self.waiting[0]
             self._start(sequence)
-            if self.running and not self._suffices([*self.running, sequence]):
+            wanted = [sum(pair) for pair in zip(wanted, self._wanted_pages([sequence]), strict=True)]
+            if self.running and not self._are_available(wanted):
                 self._stop(sequence, Phase.WAITING)
                 break
             self.waiting.pop(0)
@@ -229,13 +234,17 @@ class Scheduler:
             spare -= num_drafts
             plan.append(self._segment(sequence, 1 + num_drafts))
         spare += bool(prompts)
+        chunk = self.limits.max_prompt_chunk
+        if prompts and not chunk:
+            chunk = spare = self.pace.prompt_rows(sum(segment.rows for segment in plan), spare)
         for sequence in sorted(prompts, key=_rank):
             if spare == 0:
                 break
-            rows = min(sequence.num_uncomputed, spare, self.limits.max_prompt_chunk)
+            rows = min(sequence.num_uncomputed, spare, chunk)
             rows = self.prefixes.chunk_rows(sequence.num_computed, rows, len(sequence.ids))
             spare -= rows
             plan.append(self._segment(sequence, rows))
+        self.pace.step_starts(sum(segment.rows for segment in plan), len(decodes))
         return plan
 
     def plan_windows(self, plan: list[Segment]) -> list[PlannedWindow]:
@@ -288,24 +297,28 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _pages_for(self, sequence: Sequence, model: Model, positions: int) -> tuple[int, int, int]:
-        chunk = min(self.limits.max_tokens_per_step, self.limits.max_prompt_chunk, positions)
+        most = self.limits.max_prompt_chunk or self.limits.max_tokens_per_step
+        chunk = min(self.limits.max_tokens_per_step, most, positions)
         return worst_case_pages(self.layout, model, positions, chunk, sequence.num_depths)
 
-    def _suffices(self, sequences: list[Sequence]) -> bool:
-        """Whether all ``sequences`` can compute their known ids, and verify one more row of drafts, together."""
+    def _wanted_pages(self, sequences: list[Sequence]) -> list[int]:
+        """Pages, pool by pool, that ``sequences`` lack to compute their known ids and one more row of drafts."""
+        wanted = []
         for model in Model:
-            missing = [0, 0, 0]
+            lacking = [0, 0, 0]
             for sequence in sequences:
                 pages = sequence.draft_pages if model is Model.DRAFT else sequence.target_pages
                 if pages is None:
                     continue
                 most = sequence.num_prompt_tokens + sequence.max_tokens - 1
-                wanted = self._pages_for(
+                needed = self._pages_for(
                     sequence, model, min(most, len(sequence.ids) + self.limits.num_draft_tokens)
                 )
                 for table in pages.tables:
-                    missing[table.kind] += max(0, wanted[table.kind] - len(table.pages))
-            pools = self.allocator.pools[model]
-            if any(lack > pool.num_available for lack, pool in zip(missing, pools, strict=True)):
-                return False
-        return True
+                    lacking[table.kind] += max(0, needed[table.kind] - len(table.pages))
+            wanted += lacking
+        return wanted
+
+    def _are_available(self, wanted: list[int]) -> bool:
+        pools = [pool for model in Model for pool in self.allocator.pools[model]]
+        return all(pages <= pool.num_available for pages, pool in zip(wanted, pools, strict=True))

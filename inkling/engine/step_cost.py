@@ -12,7 +12,7 @@ from collections import deque
 from statistics import median_low
 
 CELLS_PER_OCTAVE = 4  # sizes up to 7 have a cell each
-KEPT_TIMES = 9  # of a cell; their median stands for it, so a stray slow call moves nothing
+KEPT_TIMES = 17  # of a cell; their median stands for it, so a stray slow call moves nothing
 
 
 class CostTable:
@@ -57,14 +57,13 @@ class CostTable:
         i = bisect_left(known, rows)
         if i < len(known) and known[i] == rows:
             return seconds[i]
+        if i == len(known):
+            return seconds[-1]
         if len(known) == 1:
-            return seconds[0] * min(1.0, rows / known[0])
+            return seconds[0] * rows / known[0]
         if i == 0:
             guess = self._line(0, 1, rows)
             return min(seconds[0], max(guess, seconds[0] * rows / known[0]))
-        if i == len(known):
-            guess = self._line(i - 2, i - 1, rows)
-            return min(max(seconds[-1], guess), seconds[-1] * rows / known[-1])
         return self._line(i - 1, i, rows)
 
     def _line(self, i: int, j: int, rows: float) -> float:
@@ -73,11 +72,14 @@ class CostTable:
 
 
 class StepCosts:
-    """The parts of a step: the target's call by rows, the draft's by depths and rows of a depth, the rest."""
+    """The parts of a step: the target's call by rows, the draft's by depths and rows of a depth, the rest; and what
+    a row of a prompt takes in a depth."""
 
     def __init__(self, num_depths: int):
         self.target = CostTable()
         self._draft = [CostTable() for _ in range(num_depths + 1)]  # 0: calls that only hand over states
+        self._prompt_rows: deque[float] = deque(maxlen=KEPT_TIMES)
+        self.prompt_row = 0.0  # seconds of a prompt row in one depth
         self._rest: deque[float] = deque(maxlen=KEPT_TIMES)
         self.rest = 0.0  # seconds of a step outside the two calls
 
@@ -85,12 +87,21 @@ class StepCosts:
         """``rows``: of one depth, on average."""
         self._draft[depths].add(rows, seconds)
 
+    def add_prompt(self, prompt_rows: int, seconds: float, depths: int, other_rows: float) -> None:
+        """A draft call for prompts; ``prompt_rows``: of all depths together; ``other_rows``: of one, on average.
+
+        What the call takes without them is no price of theirs: sequences that draft pay for it anyway.
+        """
+        without = self.draft(depths, max(1.0, other_rows))
+        self._prompt_rows.append(max(0.0, seconds - without) / prompt_rows)
+        self.prompt_row = median_low(self._prompt_rows)
+
     def add_rest(self, seconds: float) -> None:
         self._rest.append(seconds)
         self.rest = median_low(self._rest)
 
     def draft(self, depths: int, rows: float) -> float:
-        """Seconds; of the nearest known number of depths, in proportion, when ``depths`` was never seen."""
+        """Seconds. Of a number of depths that was never seen: those of the nearest, less in proportion if fewer."""
         if self._draft[depths]:
             return self._draft[depths].at(rows)
         if depths == 0:
@@ -99,4 +110,4 @@ class StepCosts:
         if not known:
             return 0.0
         nearest = min(known, key=lambda d: abs(d - depths))
-        return self._draft[nearest].at(rows) * depths / nearest
+        return self._draft[nearest].at(rows) * min(1.0, depths / nearest)

@@ -11,6 +11,9 @@ from inkling.engine.draft_window import DraftWindow
 from inkling.engine.scheduler import Segment
 
 
+MAX_DEPTHS = 8
+
+
 @dataclass(frozen=True)
 class Costs:
     """Seconds (of any unit). ``target(rows)``; a draft call takes ``call`` and ``depth(rows)`` per depth."""
@@ -25,8 +28,10 @@ class SimulatedSequence:
 
     finish_reason = ""
 
-    def __init__(self, num_prompt: int, num_tokens: int, num_depths: int):
+    def __init__(self, num_prompt: int, num_tokens: int, num_depths: int, random: Random):
         self.end = num_prompt + num_tokens
+        # [token, depth], each in [0, 1): a draft stands where its chance is below the acceptance
+        self.chances = [[random.random() for _ in range(MAX_DEPTHS)] for _ in range(num_tokens)]
         self.num_known, self.num_computed = num_prompt, 0
         self.num_depths = self.asked_depths = num_depths
         self.window = DraftWindow(num_depths) if num_depths else None
@@ -50,7 +55,7 @@ class SimulatedSequence:
 
 class Simulation:
     """``batch`` sequences at all times, until ``num_tokens`` are out. ``acceptance(tokens so far)``: of a draft
-    whose predecessors stood. By the clock one call in 50 takes three times as long and all vary by a few percent;
+    whose predecessors stood; whether one stands is the same at every length, so runs compare. By the clock one call in 50 takes three times as long and all vary by a few percent;
     throughput counts the stated times."""
 
     def __init__(
@@ -79,14 +84,17 @@ class Simulation:
         self.random, self.now, self.spent, self.tokens = Random(self.seed), 1.0, 0.0, 0
         self.lengths = lengths
         running: list[SimulatedSequence] = []
+        started = 0
         while self.tokens < self.num_tokens:
             while len(running) < self.batch:  # the first ones are of any age
-                left = self.answer if self.tokens else self.random.randint(1, self.answer)
-                running.append(SimulatedSequence(self.num_prompt, left, num_depths))
+                random = Random(f"{self.seed} {started}")
+                left = self.answer if self.tokens else random.randint(1, self.answer)
+                running.append(SimulatedSequence(self.num_prompt, left, num_depths, random))
+                started += 1
             plan = [self._segment(sequence) for sequence in running]
             self._target(plan)
-            running = [sequence for sequence in running if sequence.num_known < sequence.end]
-            self._draft([segment for segment in plan if segment.sequence in running])
+            running = [sequence for sequence in running if not sequence.finish_reason]
+            self._draft(plan)
         return self.tokens / self.spent
 
     @staticmethod
@@ -108,14 +116,19 @@ class Simulation:
         for segment in plan:
             sequence, drafted = segment.sequence, segment.sequence.num_drafts
             accepted = 0
-            while accepted < drafted and self.random.random() < probability:
-                accepted += 1
+            if drafted:
+                chances = sequence.chances[sequence.num_known - self.num_prompt]
+                while accepted < drafted and chances[accepted] < probability:
+                    accepted += 1
             if drafted:
                 self.lengths.verified(drafted, accepted)
+            segment.accepted = accepted
             sequence.num_computed += segment.rows - drafted + accepted
             sequence.num_known += accepted + 1
             sequence.num_drafts = 0
             self.tokens += accepted + 1
+            if sequence.num_known >= sequence.end:
+                sequence.finish_reason = "length"
             if sequence.window is not None:
                 sequence.window.verified(accepted)
 
@@ -126,7 +139,7 @@ class Simulation:
         segments: list[int] = []
         for segment in plan:
             sequence = segment.sequence
-            if sequence.window is None or sequence.max_drafts == 0:
+            if sequence.finish_reason or sequence.window is None or sequence.max_drafts == 0:
                 continue
             num_drafts = min(sequence.max_drafts, lengths.num_drafts)
             window = sequence.window.plan(sequence.num_computed, sequence.num_known, num_drafts)

@@ -17,7 +17,7 @@ from tests.engine.simulated_serving import Costs, Simulation
 
 DEPTHS = 4
 BOUND = 0.97  # of the best fixed length
-STEPS = {1: 8000, 8: 4000, 64: 2000}  # of a run, were nothing drafted, by batch
+STEPS = {1: 8000, 8: 6000, 64: 2000}  # of a run, were nothing drafted, by batch
 COSTS = {  # the target alone takes 10 for one row, or a little for each
     "flat": Costs(lambda rows: 10.0, lambda rows: 0.8, call=0.3),
     "linear": Costs(lambda rows: 2.0 + 0.4 * rows, lambda rows: 0.05 * rows, call=0.3),
@@ -25,15 +25,17 @@ COSTS = {  # the target alone takes 10 for one row, or a little for each
     "bandwidth, then arithmetic": Costs(
         lambda rows: max(10.0, 0.2 * rows), lambda rows: 0.6 * max(1.0, rows / 64), call=0.2
     ),
+    "demo on a CPU": Costs(lambda rows: 7.0 + 0.4 * rows, lambda rows: 1.0 + 0.1 * rows, call=0.3),
     "a costly call": Costs(lambda rows: 10 + 0.02 * rows, lambda rows: 0.2, call=6.0),
 }
 ACCEPTANCES = (0.0, 0.3, 0.6, 0.8, 0.95)
 
 
-def simulation(costs: str, batch: int, acceptance: Callable[[float], float]) -> Simulation:
-    """``acceptance`` of the part of the run that is over, 0 to 1."""
+def simulation(costs: str, batch: int, acceptance: Callable[[float], float], **sizes: int) -> Simulation:
+    """``acceptance`` of the part of the run that is over, 0 to 1. ``sizes``: of prompts and answers."""
     total = STEPS[batch] * batch
-    return Simulation(COSTS[costs], lambda tokens: acceptance(tokens / total), batch=batch, num_tokens=total)
+    accepts = lambda tokens: acceptance(tokens / total)  # noqa: E731
+    return Simulation(COSTS[costs], accepts, batch=batch, num_tokens=total, **sizes)
 
 
 def share_of_best(simulated: Simulation) -> float:
@@ -48,7 +50,7 @@ def test_auto_is_nearly_as_fast_as_the_best_fixed_length(costs: str, batch: int)
 
 
 @pytest.mark.parametrize(
-    ("costs", "acceptance"), list(zip([*COSTS], [0.6, 0.0, 0.95, 0.3, 0.8], strict=True))
+    ("costs", "acceptance"), list(zip([*COSTS], [0.6, 0.0, 0.95, 0.3, 0.6, 0.8], strict=True))
 )
 def test_auto_is_nearly_as_fast_with_64_sequences(costs: str, acceptance: float) -> None:
     assert share_of_best(simulation(costs, 64, lambda _: acceptance)) >= BOUND
@@ -58,6 +60,13 @@ def test_auto_is_nearly_as_fast_with_64_sequences(costs: str, acceptance: float)
 @pytest.mark.parametrize(("costs", "acceptance"), list(product(COSTS, ACCEPTANCES)))
 def test_auto_is_nearly_as_fast_with_64_sequences_at_every_acceptance(costs: str, acceptance: float) -> None:
     assert share_of_best(simulation(costs, 64, lambda _: acceptance)) >= BOUND
+
+
+@pytest.mark.parametrize("acceptance", ACCEPTANCES)
+@pytest.mark.parametrize("costs", ["linear", "demo on a CPU"])
+def test_auto_counts_the_time_of_the_depths_over_prompts(costs: str, acceptance: float) -> None:
+    simulated = simulation(costs, 8, lambda _: acceptance, num_prompt=120, answer=64)
+    assert share_of_best(simulated) >= BOUND
 
 
 DRIFTS = {

@@ -22,7 +22,7 @@ from kernels.sampling import sample
 from tests.kernels.test_sampling import chi_square_p_value, filtered_softmax, make_rows
 
 VOCAB = 16
-NUM_DRAWS = 100_000
+NUM_DRAWS = 100_000  # of each history
 PROMPT = [1, 4, 4, 9]
 OUTPUTS = (
     [2, 5, 5],
@@ -34,17 +34,23 @@ SETTINGS: dict[str, dict] = {
     "repetition below 1": {"repetition": 0.6},
     "presence": {"presence": 0.9},
     "frequency": {"frequency": 0.5},
+    "frequency below 0": {"frequency": -0.7},
     "bias": {"bias": {0: 1.5, 5: -2.0, 9: 0.75}},
     "bad words": {"bad_words": ((8,), (5, 3), (2, 7, 6), (2, 2, 7, 1), (4, 11))},
     "min_tokens": {"banned": (3, 12)},
     "temperature": {"temperature": 1.6},
+    "temperature below 1": {"temperature": 0.6},
     "min_p": {"min_p": 0.08},
     "top_k": {"top_k": 6},
     "top_p": {"top_p": 0.85},
 }
 FILTERS = ("temperature", "min_p", "top_k", "top_p")
-COMBINED = SETTINGS | {f"{a} and {b}": SETTINGS[a] | SETTINGS[b] for a, b in combinations(SETTINGS, 2)}
-COMBINED["all"] = {key: value for setting in SETTINGS.values() for key, value in setting.items()}
+COMBINED = SETTINGS | {
+    f"{a} and {b}": SETTINGS[a] | SETTINGS[b]
+    for a, b in combinations(SETTINGS, 2)
+    if not SETTINGS[a].keys() & SETTINGS[b].keys()
+}
+COMBINED["all"] = {key: value for setting in reversed(SETTINGS.values()) for key, value in setting.items()}
 
 
 def logits_of(seed: int) -> Tensor:
@@ -112,10 +118,10 @@ def test_shaped_logits_follow_their_definitions(name: str) -> None:
 @pytest.mark.parametrize("name", COMBINED)
 def test_draws_follow_the_shaped_and_filtered_softmax(name: str) -> None:
     setting, logits = COMBINED[name], logits_of(8)
-    source = torch.arange(NUM_DRAWS) % 2
+    source = torch.arange(2 * NUM_DRAWS) % 2
     filters = {key: setting[key] for key in FILTERS if key in setting}
-    rows = make_rows(NUM_DRAWS, **filters, seed=42, position=torch.arange(NUM_DRAWS))
-    tokens = sample(shape(logits.expand(NUM_DRAWS, -1), source, setting), rows)
+    rows = make_rows(len(source), **filters, seed=42, position=torch.arange(len(source)))
+    tokens = sample(shape(logits.expand(2, -1), torch.tensor([0, 1]), setting)[source], rows)
     for i, output in enumerate(OUTPUTS):
         counts = torch.bincount(tokens[source == i], minlength=VOCAB)
         prob = filtered_softmax(shaped_by_definition(logits, output, setting), **filters)

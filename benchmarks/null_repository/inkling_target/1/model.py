@@ -7,7 +7,7 @@ import triton_python_backend_utils as pb_utils
 from inkling.bls import answer, check_key
 from inkling.config import ModelConfig
 from inkling.engine.null_models import NullTarget
-from inkling.protocol import CONTROL, HIDDEN, TARGET_MODEL, TOKENS
+from inkling.protocol import CONTROL, HIDDEN, LOGPROBS, TARGET_MODEL, TOKENS
 from inkling.run_folder import RunFolder, TargetRecord
 from inkling.settings import Settings
 
@@ -28,5 +28,9 @@ class TritonPythonModel:
     def _step(self, request) -> list:
         control = pb_utils.get_input_tensor_by_name(request, CONTROL).as_numpy()
         check_key(TARGET_MODEL, control, self._key)
-        tokens, hidden = self._target.step(control)
-        return [pb_utils.Tensor(TOKENS, tokens), pb_utils.Tensor(HIDDEN, hidden)]
+        if LOGPROBS in request.requested_output_names():
+            tokens, hidden, log_probs = self._target.step_scored(control)
+            scored = [pb_utils.Tensor(LOGPROBS, log_probs)]
+        else:
+            (tokens, hidden), scored = self._target.step(control), []
+        return [pb_utils.Tensor(TOKENS, tokens), pb_utils.Tensor(HIDDEN, hidden), *scored]

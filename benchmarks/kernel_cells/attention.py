@@ -1,0 +1,194 @@
+"""Relative attention: decodes and verification over long contexts, prompts; beside torch's attention without a bias."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.kernel_cells.cell import Built, Cell, rotating
+from kernels.cuda.relative_attention import AttentionConfig, Heads, Launch, SegmentParts, decode_attention
+from kernels.cuda.relative_attention_prompt import prompt_attention, prompt_tiles
+
+PAGE = 64  # positions
+SMALL_FULL, SMALL_LOCAL = Heads(32, 8, 128, extent=1024), Heads(32, 8, 128, extent=512, window=512)
+LARGE_FULL, SHARD_FULL = Heads(64, 8, 128, extent=1024), Heads(4, 1, 128, extent=1024)
+
+
+@dataclass
+class Inputs:
+    """``sequences`` of ``keys`` cached positions each, of which the last ``rows`` are attended."""
+
+    heads: Heads
+    sequences: int
+    keys: int
+    rows: int
+    q: Tensor
+    bank: Tensor
+    key_cache: Tensor
+    value_cache: Tensor
+    page_table: Tensor
+    segments: Tensor
+    out: Tensor
+
+    @classmethod
+    def draw(cls, heads: Heads, sequences: int, keys: int, rows: int) -> Inputs:
+        def random(*shape: int, scale: float = 1.0) -> Tensor:
+            return torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_().mul_(scale)
+
+        pages, total, d = -(-keys // PAGE), sequences * rows, heads.head_dim
+        table = torch.randperm(sequences * pages, device="cuda").add_(1).int().view(sequences, pages)
+        cache = (sequences * pages + 1, heads.num_kv, PAGE, d)
+        records = [(slot, slot * rows, keys - rows, rows) for slot in range(sequences)]
+        return cls(
+            heads, sequences, keys, rows, random(total, heads.num_heads, d, scale=d**0.5),
+            random(total, heads.num_heads, heads.extent), random(*cache), random(*cache), table,
+            torch.tensor(records, dtype=torch.int32, device="cuda"),
+            torch.empty(total, heads.num_heads * d, dtype=torch.bfloat16, device="cuda"),
+        )  # fmt: skip
+
+    @property
+    def visible(self) -> int:
+        """(row, key) pairs of one sequence."""
+        window = self.heads.window or self.keys
+        return sum(min(t + 1, window) for t in range(self.keys - self.rows, self.keys))
+
+    @property
+    def bytes(self) -> int:
+        heads, total = self.heads, self.sequences * self.rows
+        kept = min(self.keys, heads.window + self.rows - 1 if heads.window else self.keys)
+        cached = 2 * self.sequences * kept * heads.num_kv * heads.head_dim
+        bank = total * heads.num_heads * min(heads.extent, self.keys)
+        return 2 * (cached + bank + 2 * total * heads.num_heads * heads.head_dim)
+
+    @property
+    def flops(self) -> int:
+        return 4 * self.sequences * self.visible * self.heads.num_heads * self.heads.head_dim
+
+    def decode(self, parts: SegmentParts, config: AttentionConfig | None, programs: int | None = None) -> Tensor:
+        return decode_attention(
+            self.heads, self.q, self.bank, self.key_cache, self.value_cache, self.page_table, self.segments, parts,
+            self.out, self.rows, programs, config,
+        )  # fmt: skip
+
+    def prompt(self, tiles: Tensor, columns: int | None, config: AttentionConfig | None) -> Tensor:
+        return prompt_attention(
+            self.heads, self.q, self.bank, self.key_cache, self.value_cache, None, self.page_table, self.segments,
+            tiles, self.out, columns, config,
+        )  # fmt: skip
+
+    def tiles(self, columns: int | None = None) -> Tensor:
+        return torch.from_numpy(prompt_tiles(self.heads, self.segments.cpu().numpy(), columns)).cuda()
+
+    def parts(self, config: AttentionConfig | None = None) -> SegmentParts:
+        return SegmentParts.allocate(self.heads, self.sequences, self.keys, self.rows, "cuda", config)
+
+    def gathered(self, slot: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [n_kv, keys, d] of one sequence."""
+        pages = self.page_table[slot].long()
+        caches = (self.key_cache, self.value_cache)
+        return tuple(c[pages].transpose(0, 1).flatten(1, 2)[:, : self.keys] for c in caches)
+
+    def check(self, run: Callable[[], Tensor], other: Callable[[], Tensor]) -> None:
+        """float64 for the last row of the first and last sequence; all bits beside the other path."""
+        self.out.fill_(float("nan"))
+        got = run().clone()
+        heads, distance = self.heads, torch.arange(self.keys - 1, -1, -1, device="cuda")
+        for slot in {0, self.sequences - 1}:
+            row = (slot + 1) * self.rows - 1
+            keys, values = (x.double().repeat_interleave(heads.per_kv, 0) for x in self.gathered(slot))
+            bias = torch.cat((self.bank[row].double(), self.bank.new_zeros(heads.num_heads, 1).double()), 1)
+            scores = (keys @ self.q[row].double()[..., None])[..., 0] / heads.head_dim
+            scores += bias[:, distance.clamp(max=heads.extent)]
+            if heads.window:
+                scores.masked_fill_(distance >= heads.window, float("-inf"))
+            weights = torch.softmax(scores, -1)[:, None]
+            wanted, size = (weights @ values).flatten(), (weights @ values.abs()).flatten()
+            error = (got[row].double() - wanted).abs()
+            assert (error <= 2.0**-8 * size + 2.0**-9 * wanted.abs() + 2.0**-16 * size).all(), f"{error.max():.2e}"
+        self.out.fill_(float("nan"))
+        assert torch.equal(other(), got), "other bits than by the other path"
+
+    def dense(self) -> Callable[[], Tensor]:
+        """torch's attention over the same keys, contiguous and without bias and window."""
+        keys, values = (torch.stack(x) for x in zip(*map(self.gathered, range(self.sequences)), strict=True))
+        q = self.q.view(self.sequences, self.rows, self.heads.num_heads, -1).transpose(1, 2)
+        is_causal = self.rows == self.keys
+        scale = 1 / self.heads.head_dim
+        return partial(
+            scaled_dot_product_attention, q, keys, values, is_causal=is_causal, scale=scale, enable_gqa=True
+        )
+
+
+def _build(
+    heads: Heads,
+    sequences: int,
+    keys: int,
+    rows: int,
+    bound: str,
+    is_prompt: bool,
+    config: AttentionConfig | None = None,
+    columns: int | None = None,
+) -> Built:
+    first = Inputs.draw(heads, sequences, keys, rows)
+    sets = [first, *rotating(partial(Inputs.draw, heads, sequences, keys, rows), first.bytes)[1:]]
+    decodes = [partial(x.decode, x.parts(config), config) for x in (sets[:1] if is_prompt else sets)]
+    prompts = [partial(x.prompt, x.tiles(columns), columns, config) for x in (sets if is_prompt else sets[:1])]
+    runs, other = (prompts, decodes[0]) if is_prompt else (decodes, prompts[0])
+    comparable = rows == 1 or rows == keys
+    return Built(
+        runs=runs,
+        check=partial(first.check, runs[0], other),
+        bytes=first.bytes,
+        flops=first.flops,
+        baseline=[x.dense() for x in sets] if comparable and not heads.window else None,
+        bound=bound,
+    )
+
+
+def _cell(heads: Heads, sequences: int, keys: int, rows: int, bound: str, is_prompt: bool = False) -> Cell:
+    build = partial(_build, heads, sequences, keys, rows, bound, is_prompt)
+    base = heads.config
+    if is_prompt:
+        tried = {
+            "64 columns, 4 warps, 2 stages": {"config": replace(base, prompt=Launch(False, 4, 2)), "columns": 64},
+            "128 columns, 2 stages": {"config": replace(base, prompt=Launch(False, 8, 2)), "columns": 128},
+            "blocks of 128 keys": {"config": replace(base, block_keys=128, prompt=Launch(False, 8, 2))},
+            "free: one segment": {"config": replace(base, segment=1 << 20)},
+        }
+    else:
+        tried = {
+            "2 stages": {"config": replace(base, narrow=Launch(True, 4, 2), wide=Launch(False, 8, 2))},
+            "4 stages": {"config": replace(base, narrow=Launch(True, 4, 4), wide=Launch(False, 8, 4))},
+            "columns on M, 4 warps": {"config": replace(base, narrow=Launch(False, 4, 3), wide=Launch(False, 4, 3))},
+            "blocks of 128 keys": {"config": replace(base, block_keys=128, narrow=Launch(True, 4, 2))},
+            "segments of 256": {"config": replace(base, segment=256)},
+            "segments of 1024": {"config": replace(base, segment=1024)},
+        }
+    kind = f"W{heads.window}" if heads.window else "full"
+    what = f"{sequences} x {keys} keys, {rows} rows, {heads.num_heads}/{heads.num_kv} x {heads.head_dim} {kind}"
+    op = "attention prompt" if is_prompt else "attention decode"
+    return Cell(op, what, build, {name: partial(build, **options) for name, options in tried.items()})
+
+
+def cells() -> list[Cell]:
+    return [
+        _cell(SMALL_FULL, 64, 8192, 1, ">= 75 % of the read ceiling"),
+        _cell(SMALL_FULL, 1, 8192, 1, "<= 20 us"),
+        _cell(SHARD_FULL, 1, 8192, 1, "<= 10 us"),
+        _cell(SMALL_FULL, 1, 8192, 4, ""),
+        _cell(SMALL_FULL, 16, 8192, 9, ""),
+        _cell(SMALL_FULL, 64, 8192, 5, ""),
+        _cell(LARGE_FULL, 64, 8192, 1, ""),
+        _cell(SMALL_FULL, 1, 131_072, 1, ""),
+        _cell(SMALL_LOCAL, 64, 8192, 1, ""),
+        _cell(SMALL_LOCAL, 1, 8192, 1, ""),
+        _cell(SMALL_FULL, 1, 2048, 2048, ">= 316 TFLOP/s", is_prompt=True),
+        _cell(SMALL_FULL, 1, 10_240, 2048, "", is_prompt=True),
+        _cell(SMALL_LOCAL, 1, 2048, 2048, "", is_prompt=True),
+        _cell(LARGE_FULL, 1, 2048, 2048, "", is_prompt=True),
+    ]

@@ -1,0 +1,194 @@
+"""What one block of keys does to a query tile, and how key segments are merged: device code of decodes and prompts.
+
+The columns C of a tile are (row, head) pairs that share a KV head. ``KEYS_ON_M``: keys are the M side of the matrix
+instruction and columns the N side (few columns waste nothing); else columns are the M side and weights stay in
+registers. An element's sum has one order either way, and column sums are products with ones for the same reason.
+Contraction is off (``fma`` is written where it is meant): code around a step cannot change its rounding.
+
+Shapes: DV = max(d, 64), since a product with fewer rows would be another instruction.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def by_column(x, KEYS_ON_M: tl.constexpr):
+    """``[C]`` -> a shape that broadcasts over keys (or over the head's dimensions)."""
+    return x[None, :] if KEYS_ON_M else x[:, None]
+
+
+@triton.jit
+def by_key(x, KEYS_ON_M: tl.constexpr):
+    """``[keys]`` (or ``[d]``) -> a shape that broadcasts over columns."""
+    return x[:, None] if KEYS_ON_M else x[None, :]
+
+
+@triton.jit
+def empty_segment(C: tl.constexpr, DV: tl.constexpr, KEYS_ON_M: tl.constexpr):
+    """(m [C], l and a as products lay them out) of no key at all."""
+    m = tl.full([C], float("-inf"), tl.float32)
+    if KEYS_ON_M:
+        return m, tl.zeros([64, C], tl.float32), tl.zeros([DV, C], tl.float32)
+    else:
+        return m, tl.zeros([C, 16], tl.float32), tl.zeros([C, DV], tl.float32)
+
+
+@triton.jit
+def block_scores(
+    q,  # [C, d]
+    k,  # [keys, d]
+    first_position,  # of the tile's first row
+    step,  # [C] rows from there to the column's row
+    has_row,  # [C]; columns without a row give anything but NaN
+    bank,  # at the tile's first row and head
+    bank_offset,  # int32 [C] from there to the column's row and head, at distance ``step``
+    last_key,  # of the block; its keys are in descending order
+    d: tl.constexpr,
+    EXTENT: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: full
+    NEAR: tl.constexpr,  # False: every row is EXTENT or more past the block
+    KEYS_ON_M: tl.constexpr,
+):
+    """-> q . k / d + bias, -inf where the row does not see the key. d is a power of two: one rounding, in the add."""
+    nth = by_key(tl.arange(0, k.shape[0]), KEYS_ON_M)
+    back = first_position - last_key
+    distance = (by_column(step + back, KEYS_ON_M) + nth).to(tl.uint32, bitcast=True)  # huge: in the future
+    if NEAR:
+        biased: tl.constexpr = WINDOW if WINDOW > 0 and WINDOW < EXTENT else EXTENT
+        # before the product: the layout of vectors over columns then follows the product, not this load
+        bias = tl.load(
+            (bank + back + nth) + by_column(bank_offset, KEYS_ON_M),
+            mask=by_column(has_row, KEYS_ON_M) & (distance < biased),
+            other=0.0,
+        )
+        s = tl.dot(k, tl.trans(q)) if KEYS_ON_M else tl.dot(q, tl.trans(k))
+        x = tl.fma(s, tl.full(s.shape, 1.0 / d, tl.float32), bias.to(tl.float32))
+        return tl.where(distance < (WINDOW if WINDOW > 0 else 1 << 31), x, float("-inf"))
+    else:
+        s = tl.dot(k, tl.trans(q)) if KEYS_ON_M else tl.dot(q, tl.trans(k))
+        x = s * (1.0 / d)
+        return tl.where(distance < WINDOW, x, float("-inf")) if WINDOW > 0 else x
+
+
+@triton.jit
+def add_block(x, v, m, sums, values, KEYS_ON_M: tl.constexpr):
+    """One block of scores ``x`` and values ``v [keys, DV]`` into a segment's (m, l, a)."""
+    new = tl.maximum(m, tl.max(x, 0 if KEYS_ON_M else 1))
+    base = tl.where(new == float("-inf"), 0.0, new)
+    # exactly 1 where the maximum stays; a fused product would leave the rounding error of m * log2(e)
+    kept = by_column(tl.exp2((m - base) * LOG2_E), KEYS_ON_M)
+    scale = tl.full(x.shape, LOG2_E, tl.float32)
+    shift = tl.broadcast_to(by_column(base * -LOG2_E, KEYS_ON_M), x.shape)
+    p = tl.exp2(tl.fma(x, scale, shift)).to(v.dtype)
+    if KEYS_ON_M:
+        sums = tl.dot(tl.full([64, v.shape[0]], 1.0, tl.float32).to(v.dtype), p, sums * kept)
+        values = tl.dot(tl.trans(v), p, values * kept)
+    else:
+        sums = tl.dot(p, tl.full([v.shape[0], 16], 1.0, tl.float32).to(v.dtype), sums * kept)
+        values = tl.dot(p, v, values * kept)
+    return new, sums, values
+
+
+@triton.jit
+def column_sums(sums, KEYS_ON_M: tl.constexpr):
+    """l ``[C]`` of the product with ones, whose rows (or columns) all hold it."""
+    return tl.max(sums, 0 if KEYS_ON_M else 1)
+
+
+@triton.jit
+def merge_scales(total_m, m):
+    """-> maximum of both, factor of the total, factor of the segment that joins it."""
+    new = tl.maximum(total_m, m)
+    base = tl.where(new == float("-inf"), 0.0, new)
+    return new, tl.exp2((total_m - base) * LOG2_E), tl.exp2((m - base) * LOG2_E)
+
+
+@triton.jit
+def merged(total, total_scale, part, scale):
+    return tl.fma(part, scale, total * total_scale)
+
+
+@triton.jit
+def reciprocal(total_l):
+    return tl.div_rn(tl.full(total_l.shape, 1.0, tl.float32), total_l)
+
+
+@triton.jit
+def load_pages(page_row, start, end, PAGE: tl.constexpr, BLOCK_KEYS: tl.constexpr):
+    """Page ids of the block at ``start``: one where a page holds the block, else one a key.
+
+    Loops load them a block ahead: an address that waits for its page would hold up the pipeline of keys.
+    """
+    if PAGE % BLOCK_KEYS == 0:
+        return tl.load(page_row + tl.minimum(start, end - 1) // PAGE)
+    else:
+        return tl.load(page_row + tl.minimum(start + BLOCK_KEYS - 1 - tl.arange(0, BLOCK_KEYS), end - 1) // PAGE)
+
+
+@triton.jit
+def attend_block(
+    start,
+    pages,  # of ``load_pages``
+    q,  # [C, d]
+    first_position,
+    step,
+    has_row,
+    bank,  # and its offsets: see ``block_scores``
+    bank_offset,
+    key_cache,
+    value_cache,
+    new_keys,  # [T, n_kv, d] of this pass, or None: everything is in the cache
+    new_values,
+    pass_start,  # position of the segment's first row in this pass; from there on keys are read from new_keys
+    pass_row,  # and that row
+    kv_head,
+    first_key,  # [first_key, end) is what some row of the tile sees; the rest is read as 0
+    end,
+    m,
+    sums,
+    values,
+    num_kv: tl.constexpr,
+    d: tl.constexpr,
+    DV: tl.constexpr,
+    EXTENT: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
+    NEAR: tl.constexpr,
+    KEYS_ON_M: tl.constexpr,
+):
+    """Adds the keys ``[start, start + BLOCK_KEYS)`` to a segment's (m, l, a)."""
+    last_key = start + BLOCK_KEYS - 1
+    key = last_key - tl.arange(0, BLOCK_KEYS)  # descending: biases, by distance, then lie in ascending order
+    at = ((pages.to(tl.int64) * num_kv + kv_head) * PAGE + key % PAGE) * d
+    k_at, v_at = key_cache + at, value_cache + at
+    if new_keys is not None:
+        new = ((pass_row + key - pass_start).to(tl.int64) * num_kv + kv_head) * d
+        k_at = tl.where(key >= pass_start, new_keys + new, k_at)
+        v_at = tl.where(key >= pass_start, new_values + new, v_at)
+    held = ((key >= first_key) & (key < end))[:, None]
+    dim, value_dim = tl.arange(0, d)[None, :], tl.arange(0, DV)[None, :]
+    k = tl.load(k_at[:, None] + dim, mask=held, other=0.0)
+    v = tl.load(v_at[:, None] + value_dim, mask=held if d == DV else held & (value_dim < d), other=0.0)
+    x = block_scores(
+        q, k, first_position, step, has_row, bank, bank_offset, last_key, d, EXTENT, WINDOW, NEAR, KEYS_ON_M
+    )
+    return add_block(x, v, m, sums, values, KEYS_ON_M)
+
+
+@triton.jit
+def far_end(first_position, begin, EXTENT: tl.constexpr, BLOCK_KEYS: tl.constexpr):
+    """End of the blocks that lie EXTENT or more before every row; no bias there."""
+    return tl.maximum(begin, tl.maximum(first_position - EXTENT + 1, 0) // BLOCK_KEYS * BLOCK_KEYS)
+
+
+@triton.jit
+def load_queries(q, row, head, has_row, num_heads: tl.constexpr, d: tl.constexpr):
+    """``[C, d]``; zeros for columns without a row."""
+    at = (row.to(tl.int64) * num_heads + head) * d
+    return tl.load(q + at[:, None] + tl.arange(0, d)[None, :], mask=has_row[:, None], other=0.0)
