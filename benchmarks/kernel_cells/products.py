@@ -120,9 +120,12 @@ def few_row_candidates(n: int, k: int, rows: int) -> dict[str, ProductConfig]:
 
 def free_launches(n: int, k: int, rows: int) -> dict[str, tuple[ProductConfig, int]]:
     """Other sums: what a product that need not be row-exact could launch for this row count, by its K segments."""
-    others = FREE.get((n, k), ()) if rows <= FEW[-1] else (1,)
-    found = {f"S{other}": (default_config(n, k, rows, other), other) for other in others}
-    return {name: launch for name, launch in found.items() if launch[1] != num_segments(n, k)}
+    found = {}
+    for other in FREE.get((n, k), ()) if rows <= FEW[-1] else {1} - {num_segments(n, k)}:
+        config = default_config(n, k, rows, other)
+        for tried in [config, replace(config, block_n=32)] if rows == 64 else [config]:
+            found[f"{tried} S{other}"] = (tried, other)
+    return found
 
 
 def _shape(model: str, name: str, n: int, k: int, rows: int) -> str:
@@ -144,7 +147,7 @@ def _free_cells(model: str, name: str, n: int, k: int) -> list[Cell]:
         for label, (config, segments) in free_launches(n, k, rows).items():
             shape = _shape(model, name, n, k, rows)
             run = partial(build, n, k, rows, config, segments, bound)
-            found.append(Cell("product free", shape, run, configuration=f"{config} {label}"))
+            found.append(Cell("product free", shape, run, configuration=label))
     return found
 
 
