@@ -6,16 +6,18 @@ not the bits, so they may differ by row count.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 UNIT = 128  # elements of K: segments begin at multiples of it where K allows
 MIN_SEGMENT = 256  # elements of K of a segment that a rule makes
 MAX_SEGMENTS = 16
 PROCESSORS = 132  # multiprocessors
-FULL = 100  # programs that keep the memory busy
+FULL = 96  # programs that keep the memory busy
 SHARED_BYTES = 220 << 10  # of a multiprocessor, for the stages of its programs
 FEW_ROWS = 64  # up to here the weights' bytes are the cost
+EARLY_ROWS = 0  # up to here launches are early
+AHEAD = 256  # elements of K that they ask the L2 for
 
 
 @dataclass(frozen=True)
@@ -109,13 +111,18 @@ def product_config(n: int, k: int, rows: int) -> ProductConfig:
     """The configuration of ``rows`` rows times a weight ``[N, K]``."""
     for limit, config in CONFIGS.get((n, k), ()):
         if rows <= limit:
-            return config
+            return _early(config, rows)
     return default_config(n, k, rows, num_segments(n, k))
 
 
 def default_config(n: int, k: int, rows: int, segments: int) -> ProductConfig:
     """What shapes without an entry run with, by row count."""
-    return _few_rows(n, k, rows, segments) if rows <= FEW_ROWS else _many_rows(n, k, rows, segments)
+    config = _few_rows(n, k, rows, segments) if rows <= FEW_ROWS else _many_rows(n, k, rows, segments)
+    return _early(config, rows)
+
+
+def _early(config: ProductConfig, rows: int) -> ProductConfig:
+    return replace(config, is_early=True, ahead=AHEAD) if rows <= EARLY_ROWS else config
 
 
 def _few_rows(n: int, k: int, rows: int, segments: int) -> ProductConfig:
