@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.kernel_cells.cell import Built, Cell, rotating
+from kernels.cuda.bank_order import bank_width, in_key_order
 from kernels.cuda.relative_attention import AttentionConfig, Heads, Launch, SegmentParts, decode_attention
 from kernels.cuda.relative_attention_prompt import prompt_attention, prompt_tiles
 
@@ -28,7 +29,7 @@ class Inputs:
     keys: int
     rows: int
     q: Tensor
-    bank: Tensor
+    bank: Tensor  # in key order
     key_cache: Tensor
     value_cache: Tensor
     page_table: Tensor
@@ -44,9 +45,12 @@ class Inputs:
         table = torch.randperm(sequences * pages, device="cuda").add_(1).int().view(sequences, pages)
         cache = (sequences * pages + 1, heads.num_kv, PAGE, d)
         records = [(slot, slot * rows, keys - rows, rows) for slot in range(sequences)]
+        bank = random(total, heads.num_heads, bank_width(heads.extent))
+        ones = torch.ones(rows, 1, heads.extent, dtype=torch.bfloat16, device="cuda")
+        bank *= in_key_order(ones, range(keys - rows, keys)).repeat(sequences, 1, 1)
         return cls(
             heads, sequences, keys, rows, random(total, heads.num_heads, d, scale=d**0.5),
-            random(total, heads.num_heads, heads.extent), random(*cache), random(*cache), table,
+            bank, random(*cache), random(*cache), table,
             torch.tensor(records, dtype=torch.int32, device="cuda"),
             torch.empty(total, heads.num_heads * d, dtype=torch.bfloat16, device="cuda"),
         )  # fmt: skip
@@ -101,9 +105,12 @@ class Inputs:
         for slot in {0, self.sequences - 1}:
             row = (slot + 1) * self.rows - 1
             keys, values = (x.double().repeat_interleave(heads.per_kv, 0) for x in self.gathered(slot))
-            bias = torch.cat((self.bank[row].double(), self.bank.new_zeros(heads.num_heads, 1).double()), 1)
             scores = (keys @ self.q[row].double()[..., None])[..., 0] / heads.head_dim
-            scores += bias[:, distance.clamp(max=heads.extent)]
+            # the row's last key is its own: its bias lies where distance 0 lies
+            by_distance = torch.arange(heads.extent, device="cuda").bfloat16()[None, None].expand(1, 1, -1)
+            own = int((in_key_order(by_distance + 1, [self.keys - 1])[0, 0] == 1).nonzero()[0])
+            seen = min(heads.extent, self.keys)
+            scores[:, self.keys - seen :] += self.bank[row, :, own - seen + 1 : own + 1].double()
             if heads.window:
                 scores.masked_fill_(distance >= heads.window, float("-inf"))
             weights = torch.softmax(scores, -1)[:, None]
