@@ -48,7 +48,7 @@ from kernels.cuda.relative_attention_config import (
 
 MERGED_AT_ONCE = 32  # segments whose loads are in flight together
 MERGED_DIMS = 32  # of a head by one warp of the merge
-PROGRAMS = 2048  # that a decode's segments are spread over, where it has as many: eight waves of two a processor
+PROGRAMS = 1056  # that a decode's segments are spread over, where it has as many: four waves of two a processor
 
 
 @triton.jit

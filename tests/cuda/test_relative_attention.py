@@ -30,7 +30,6 @@ SHORT_BIAS = Heads(6, 2, 64, extent=9, window=150)  # three heads a KV head; a w
 SERVED = [
     Heads(32, 8, 128, extent=1024),
     Heads(64, 16, 128, extent=512, window=512),
-    Heads(4, 1, 128, extent=1024),
     Heads(64, 8, 64, extent=1024),
     LOCAL,
     SHORT_BIAS,
@@ -126,7 +125,8 @@ class Sequences:
             new = None
             if from_pass:
                 new = tuple(pad(self.rows(x, segments), padding, value=float("nan")) for x in (self.keys, self.values))
-            tiles = prompt_tiles(heads, records.cpu().numpy(), options.get("columns"), padding=2)
+            columns = options.get("columns", (config or heads.config).prompt_columns)
+            tiles = prompt_tiles(heads, records.cpu().numpy(), columns, padding=2)
             tiles = torch.from_numpy(tiles).to(q.device)
             prompt_attention(
                 heads, q, bank, *caches, new, self.page_table, records, tiles, out, config=config, **options
@@ -175,6 +175,18 @@ def test_prompts_are_within_the_bound_and_read_nothing_they_do_not_see(heads: He
     got = sequences.attend([(1, 0, 37), (0, 100, 100)], "prompt", SMALL)
     check_within_bound(sequences, 1, got[:37], range(37))
     check_within_bound(sequences, 0, got[37:], range(100, 200))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [replace(SMALL, block_keys=128), AttentionConfig(segment=64, block_keys=64, diagonal_apart=True)],
+    ids=["one block of two pages", "one block of one page"],
+)
+@pytest.mark.parametrize("heads", [FULL, SHORT_BIAS], ids=name)
+def test_segments_of_one_block_are_within_the_bound(heads: Heads, config: AttentionConfig, device: str) -> None:
+    sequences = Sequences.draw(heads, [200], device)
+    check_within_bound(sequences, 0, sequences.attend([(0, 110, 70)], "prompt", config), range(110, 180))
+    check_within_bound(sequences, 0, sequences.attend([(0, 191, 2)], "decode", config), range(191, 193))
 
 
 @pytest.mark.parametrize("heads", [FULL, LOCAL, SHORT_BIAS], ids=name)
@@ -232,7 +244,8 @@ def test_no_bit_of_a_row_depends_on_its_path_tile_split_or_neighbours(heads: Hea
 
     from_pass = heads.window > 0  # as served
     check(whole[::-1], "prompt", from_pass=from_pass)
-    for columns in (64, 128):
+    is_served = heads.head_dim == 128
+    for columns in (64, 128) if is_served else (heads.config.prompt_columns,):
         for cuts in ((0, 1, 64, 65, 511, 512, 513, 1023, 1025, 1700), (0, 777, 1699, 1700)):
             chunks = [(0, a, b - a) for a, b in pairwise(cuts)]
             check(chunks, "prompt", columns=columns)
@@ -243,10 +256,10 @@ def test_no_bit_of_a_row_depends_on_its_path_tile_split_or_neighbours(heads: Hea
         check([(0, first, count) for first in firsts] + [(1, 1029, 1), (3, 0, 1), (2, 500, count)], "decode")
         check([(0, 1600, count)], "decode", programs=1)
         check([(0, 1600, count)], "decode", programs=3)
-    wide = replace(heads.config, narrow=Launch(False, 4, 2))
     check([(0, p, 1) for p in range(0, 1700, 13)], "decode")
-    check([(0, p, 1) for p in range(0, 1700, 13)], "decode", config=wide)
     if heads is SERVED[0]:
+        wide = replace(heads.config, narrow=Launch(False, 4, 2))
+        check([(0, p, 1) for p in range(0, 1700, 13)], "decode", config=wide)
         launch = Launch(True, 8, 2)
         check([(0, 1300, 4), (1, 514, 2)], "decode", config=replace(heads.config, narrow=launch, middle=launch))
         check(whole, "prompt", config=replace(heads.config, diagonal_apart=not heads.config.diagonal_apart))
