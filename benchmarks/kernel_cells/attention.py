@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.kernel_cells.cell import Built, Cell, rotating
+from kernels.cuda.bank_order import bank_width, in_key_order
 from kernels.cuda.relative_attention import AttentionConfig, Heads, Launch, SegmentParts, decode_attention
 from kernels.cuda.relative_attention_prompt import prompt_attention, prompt_tiles
 
@@ -28,7 +29,7 @@ class Inputs:
     keys: int
     rows: int
     q: Tensor
-    bank: Tensor
+    bank: Tensor  # in key order
     key_cache: Tensor
     value_cache: Tensor
     page_table: Tensor
@@ -44,9 +45,12 @@ class Inputs:
         table = torch.randperm(sequences * pages, device="cuda").add_(1).int().view(sequences, pages)
         cache = (sequences * pages + 1, heads.num_kv, PAGE, d)
         records = [(slot, slot * rows, keys - rows, rows) for slot in range(sequences)]
+        bank = random(total, heads.num_heads, bank_width(heads.extent))
+        ones = torch.ones(rows, 1, heads.extent, dtype=torch.bfloat16, device="cuda")
+        bank *= in_key_order(ones, range(keys - rows, keys)).repeat(sequences, 1, 1)
         return cls(
             heads, sequences, keys, rows, random(total, heads.num_heads, d, scale=d**0.5),
-            random(total, heads.num_heads, heads.extent), random(*cache), random(*cache), table,
+            bank, random(*cache), random(*cache), table,
             torch.tensor(records, dtype=torch.int32, device="cuda"),
             torch.empty(total, heads.num_heads * d, dtype=torch.bfloat16, device="cuda"),
         )  # fmt: skip
@@ -75,13 +79,13 @@ class Inputs:
             self.out, self.rows, programs, config,
         )  # fmt: skip
 
-    def prompt(self, tiles: Tensor, columns: int | None, config: AttentionConfig | None) -> Tensor:
+    def prompt(self, tiles: Tensor, columns: int, config: AttentionConfig | None) -> Tensor:
         return prompt_attention(
             self.heads, self.q, self.bank, self.key_cache, self.value_cache, None, self.page_table, self.segments,
             tiles, self.out, columns, config,
         )  # fmt: skip
 
-    def tiles(self, columns: int | None = None) -> Tensor:
+    def tiles(self, columns: int) -> Tensor:
         return torch.from_numpy(prompt_tiles(self.heads, self.segments.cpu().numpy(), columns)).cuda()
 
     def parts(self, config: AttentionConfig | None = None) -> SegmentParts:
@@ -101,9 +105,12 @@ class Inputs:
         for slot in {0, self.sequences - 1}:
             row = (slot + 1) * self.rows - 1
             keys, values = (x.double().repeat_interleave(heads.per_kv, 0) for x in self.gathered(slot))
-            bias = torch.cat((self.bank[row].double(), self.bank.new_zeros(heads.num_heads, 1).double()), 1)
             scores = (keys @ self.q[row].double()[..., None])[..., 0] / heads.head_dim
-            scores += bias[:, distance.clamp(max=heads.extent)]
+            # the row's last key is its own: its bias lies where distance 0 lies
+            by_distance = torch.arange(heads.extent, device="cuda").bfloat16()[None, None].expand(1, 1, -1)
+            own = int((in_key_order(by_distance + 1, [self.keys - 1])[0, 0] == 1).nonzero()[0])
+            seen = min(heads.extent, self.keys)
+            scores[:, self.keys - seen :] += self.bank[row, :, own - seen + 1 : own + 1].double()
             if heads.window:
                 scores.masked_fill_(distance >= heads.window, float("-inf"))
             weights = torch.softmax(scores, -1)[:, None]
@@ -132,11 +139,13 @@ def _build(
     bound: str,
     is_prompt: bool,
     config: AttentionConfig | None = None,
-    columns: int | None = None,
+    programs: int | None = None,
 ) -> Built:
+    columns = (config or heads.config).prompt_columns
     first = Inputs.draw(heads, sequences, keys, rows)
     sets = [first, *rotating(partial(Inputs.draw, heads, sequences, keys, rows), first.bytes)[1:]]
-    decodes = [partial(x.decode, x.parts(config), config) for x in (sets[:1] if is_prompt else sets)]
+    share = programs and -(-programs // (sequences * heads.num_kv))  # of one sequence and KV head
+    decodes = [partial(x.decode, x.parts(config), config, share) for x in (sets[:1] if is_prompt else sets)]
     prompts = [partial(x.prompt, x.tiles(columns), columns, config) for x in (sets if is_prompt else sets[:1])]
     runs, other = (prompts, decodes[0]) if is_prompt else (decodes, prompts[0])
     comparable = rows == 1 or rows == keys
@@ -150,45 +159,62 @@ def _build(
     )
 
 
-def _cell(heads: Heads, sequences: int, keys: int, rows: int, bound: str, is_prompt: bool = False) -> Cell:
+def _tried(base: AttentionConfig) -> dict[str, dict]:
+    """Other launches, and other definitions of a row ("segment / block": one of them for all shapes)."""
+    lone = replace(
+        base, segment=128, block_keys=128, narrow=Launch(True, 4, 2), middle=Launch(True, 8, 2),
+        wide=Launch(False, 8, 2), prompt=Launch(False, 8, 2), prompt_columns=128,
+    )  # fmt: skip
+    configs = {
+        "128 / 128": lone,
+        "128 / 128, 1 stage": replace(lone, narrow=Launch(True, 4, 1)),
+        "128 / 128, 8 warps": replace(lone, narrow=Launch(True, 8, 2)),
+        "128 / 128, diagonal apart": replace(lone, diagonal_apart=True),
+        "128 / 64": replace(base, segment=128),
+        "512 / 64": replace(base, segment=512),
+        "3 stages": replace(base, middle=Launch(True, 4, 3)),
+        "8 warps": replace(base, middle=Launch(True, 8, 2)),
+        "4 warps": replace(base, wide=Launch(False, 4, 3)),
+        "diagonal apart": replace(base, diagonal_apart=True),
+        "64 columns, 4 warps": replace(base, prompt=Launch(False, 4, 2), prompt_columns=64),
+        "128 columns, 8 warps": replace(base, prompt=Launch(False, 8, 3), prompt_columns=128),
+    }
+    tried = {name: {"config": config} for name, config in configs.items()}
+    return tried | {f"{n} programs": {"programs": n} for n in (528, 2112)}
+
+
+def _cell(
+    heads: Heads, sequences: int, keys: int, rows: int, bound: str, *names: str, is_prompt: bool = False
+) -> Cell:
     build = partial(_build, heads, sequences, keys, rows, bound, is_prompt)
-    base = heads.config
-    if is_prompt:
-        tried = {
-            "64 columns, 4 warps, 2 stages": {"config": replace(base, prompt=Launch(False, 4, 2)), "columns": 64},
-            "128 columns, 2 stages": {"config": replace(base, prompt=Launch(False, 8, 2)), "columns": 128},
-            "blocks of 128 keys": {"config": replace(base, block_keys=128, prompt=Launch(False, 8, 2))},
-            "free: one segment": {"config": replace(base, segment=1 << 20)},
-        }
-    else:
-        tried = {
-            "2 stages": {"config": replace(base, narrow=Launch(True, 4, 2), wide=Launch(False, 8, 2))},
-            "4 stages": {"config": replace(base, narrow=Launch(True, 4, 4), wide=Launch(False, 8, 4))},
-            "columns on M, 4 warps": {"config": replace(base, narrow=Launch(False, 4, 3), wide=Launch(False, 4, 3))},
-            "blocks of 128 keys": {"config": replace(base, block_keys=128, narrow=Launch(True, 4, 2))},
-            "segments of 256": {"config": replace(base, segment=256)},
-            "segments of 1024": {"config": replace(base, segment=1024)},
-        }
+    tried = _tried(heads.config)
     kind = f"W{heads.window}" if heads.window else "full"
     what = f"{sequences} x {keys} keys, {rows} rows, {heads.num_heads}/{heads.num_kv} x {heads.head_dim} {kind}"
     op = "attention prompt" if is_prompt else "attention decode"
-    return Cell(op, what, build, {name: partial(build, **options) for name, options in tried.items()})
+    return Cell(op, what, build, {name: partial(build, **tried[name]) for name in names})
 
 
 def cells() -> list[Cell]:
-    return [
-        _cell(SMALL_FULL, 64, 8192, 1, ">= 75 % of the read ceiling"),
-        _cell(SMALL_FULL, 1, 8192, 1, "<= 20 us"),
-        _cell(SHARD_FULL, 1, 8192, 1, "<= 10 us"),
+    lone, half, double, apart = "128 / 128", "128 / 64", "512 / 64", "diagonal apart"
+    decodes = [
+        _cell(SMALL_FULL, 64, 8192, 1, ">= 75 % of the read ceiling", lone, double, "528 programs", "2112 programs"),
+        _cell(SMALL_FULL, 1, 8192, 1, "<= 20 us", lone, f"{lone}, 1 stage", half, double),
+        _cell(SHARD_FULL, 1, 8192, 1, "<= 10 us", lone, f"{lone}, 8 warps", f"{lone}, 1 stage", half),
         _cell(SMALL_FULL, 1, 8192, 4, ""),
-        _cell(SMALL_FULL, 16, 8192, 9, ""),
-        _cell(SMALL_FULL, 64, 8192, 5, ""),
+        _cell(SMALL_FULL, 16, 8192, 9, "", "4 warps"),
+        _cell(SMALL_FULL, 64, 8192, 5, "", lone, double, "3 stages", "8 warps"),
         _cell(LARGE_FULL, 64, 8192, 1, ""),
-        _cell(SMALL_FULL, 1, 131_072, 1, ""),
-        _cell(SMALL_LOCAL, 64, 8192, 1, ""),
-        _cell(SMALL_LOCAL, 1, 8192, 1, ""),
-        _cell(SMALL_FULL, 1, 2048, 2048, ">= 316 TFLOP/s", is_prompt=True),
-        _cell(SMALL_FULL, 1, 10_240, 2048, "", is_prompt=True),
-        _cell(SMALL_LOCAL, 1, 2048, 2048, "", is_prompt=True),
-        _cell(LARGE_FULL, 1, 2048, 2048, "", is_prompt=True),
+        _cell(SMALL_FULL, 1, 131_072, 1, "", "528 programs"),
+        _cell(SMALL_LOCAL, 64, 8192, 1, "", half),
+        _cell(SMALL_LOCAL, 1, 8192, 1, "", half),
+    ]
+    columns = "64 columns, 4 warps"
+    prompts = [
+        (SMALL_FULL, 2048, ">= 316 TFLOP/s", (apart, columns, lone, f"{lone}, {apart}", half)),
+        (SMALL_FULL, 10_240, "", (lone, f"{lone}, {apart}")),
+        (SMALL_LOCAL, 2048, "", ("128 columns, 8 warps", half)),
+        (LARGE_FULL, 2048, "", (lone,)),
+    ]
+    return decodes + [
+        _cell(heads, 1, keys, 2048, bound, *names, is_prompt=True) for heads, keys, bound, names in prompts
     ]

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from benchmarks.kernel_cells.cell import Built, Cell, rotating
 from kernels.cuda.attention_inputs import LayerGeometry, attention_inputs
+from kernels.cuda.bank_order import bank_width, in_key_order
 from kernels.cuda.norm import add_norm, dual_norm_cat, embed_norm, rms_norm, row_warps
 from kernels.cuda.rows_meta import Rows, make_rows
 from kernels.cuda.sampling import sample
@@ -152,7 +153,7 @@ def _inputs(t: int, name: str, run_rows: int | None = None, block_r: int | None 
             conv,
             *cache,
             _random(t, g.num_heads, g.head_dim),
-            _random(t, g.num_heads, g.extent),
+            _random(t, g.num_heads, bank_width(g.extent)),
         )
 
     def run(qkvr: Tensor, conv: Tensor, keys: Tensor, values: Tensor, q: Tensor, bank: Tensor) -> None:
@@ -167,7 +168,7 @@ def _inputs(t: int, name: str, run_rows: int | None = None, block_r: int | None 
         run(*sets[0])
         qkvr, *_, q, bank = sets[0]
         r = qkvr[:, -g.num_heads * 16 :].double().view(t, g.num_heads, 16)
-        _assert_close(bank[:64], r[:64] @ rel.double().t())
+        _assert_close(bank[:64], in_key_order(r[:64] @ rel.double().t(), rows.position[:64]))
         _assert_close(q, _exact(qkvr[:, : g.num_heads * g.head_dim].view(q.shape), q_norm))
 
     return Built([partial(run, *s) for s in sets], check, moved)

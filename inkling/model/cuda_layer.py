@@ -15,6 +15,7 @@ from inkling.config import AttentionGeometry, ModelConfig
 from inkling.model.cache import LayerCache
 from inkling.model.weights import DenseWeights, LayerWeights
 from kernels.cuda.attention_inputs import LayerGeometry, attention_inputs
+from kernels.cuda.bank_order import bank_width
 from kernels.cuda.experts import combine_slots, down, gate_up
 from kernels.cuda.products import linear
 from kernels.cuda.relative_attention import Heads, SegmentParts, decode_attention
@@ -104,7 +105,7 @@ class CudaLayer:
     def _attention(self, a: Tensor, cache: LayerCache, batch: CudaPass) -> Tensor:
         attn, g, plan, num_rows = self.weights.attn, self.geometry, batch.plan, a.shape[0]
         q = a.new_empty(num_rows, g.num_heads, g.head_dim)
-        bank = a.new_empty(num_rows, g.num_heads, g.extent)
+        bank = a.new_empty(num_rows, g.num_heads, bank_width(g.extent))
         new = None
         if plan.tiles is not None and g.window is not None:  # the cache keeps the end of a long chunk only
             new = tuple(a.new_empty(num_rows, g.num_kv, g.head_dim) for _ in range(2))

@@ -5,7 +5,7 @@
 
 k and v are rounded after the convolution and before the norm, q and B before and after tau. Programs of two roles:
 the first own some heads of q, k or v for a run of rows (one binary, so the length of the run changes no bit); the
-others own 64 (row, head) pairs and BLOCK_R distances of the bank, one product of K = 16.
+others own all heads of one row at BLOCK_R places of the bank (``bank_order``), one product of K = 16.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.cuda.bank_order import BANK_ALIGN, bank_origin, bank_width
 from kernels.cuda.compile import Serving
 from kernels.cuda.norm import check_rows
 from kernels.cuda.rows_meta import Rows, page_place
 from kernels.cuda.short_conv import HISTORY, convolved
 
 REL_WIDTH = 16  # of r
-BANK_PAIRS = 64  # (row, head) pairs of a bank program: the M side of the instruction
+LEAST_BLOCK_R = 64  # the M side of the instruction
 _ROW_PROGRAMS = 132 * 16  # that the rows of a long pass are spread over
 _ALL_ROWS = 2**31 - 1
-# (heads, KV heads, head width, extent): distances of a bank program
+# (heads, KV heads, head width, extent): places of a bank program
 CONFIGS: dict[tuple[int, int, int, int], int] = {}
 
 
@@ -111,29 +112,27 @@ def _key_value_rows(
 
 @triton.jit
 def _bank_tile(
-    r, rel_proj, bank, slots, positions, num_rows, tile, log_floor, log_alpha,
-    ROW: tl.constexpr, NUM_HEADS: tl.constexpr, EXTENT: tl.constexpr, PAIRS: tl.constexpr, BLOCK_R: tl.constexpr,
-    HAS_TAU: tl.constexpr,
+    r, rel_proj, bank, slots, positions, tile, log_floor, log_alpha,
+    ROW: tl.constexpr, NUM_HEADS: tl.constexpr, EXTENT: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    BLOCK_R: tl.constexpr, HAS_TAU: tl.constexpr,
 ):  # fmt: skip
-    TILES_R: tl.constexpr = (EXTENT + BLOCK_R - 1) // BLOCK_R
-    pair = (tile // TILES_R).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
-    distance = (tile % TILES_R) * BLOCK_R + tl.arange(0, BLOCK_R)
-    rel = tl.arange(0, 16)
-    row = pair // NUM_HEADS
-    inside = row < num_rows
-    held = inside & (tl.load(slots + row, mask=inside, other=-1) >= 0)
-    at = row * ROW + pair % NUM_HEADS * 16
-    b_r = tl.load(r + at[:, None] + rel[None, :], mask=held[:, None], other=0.0)
-    b_p = tl.load(
-        rel_proj + distance[:, None] * 16 + rel[None, :], mask=(distance < EXTENT)[:, None], other=0.0
-    )
-    b_bank = tl.dot(b_r, tl.trans(b_p)).to(bank.dtype.element_ty)
+    WIDTH: tl.constexpr = (EXTENT + 2 * BANK_ALIGN - 2) // BANK_ALIGN * BANK_ALIGN
+    TILES: tl.constexpr = (WIDTH + BLOCK_R - 1) // BLOCK_R
+    row = (tile // TILES).to(tl.int64)
+    position, kept = tl.load(positions + row), tl.load(slots + row) >= 0
+    place = tile % TILES * BLOCK_R + tl.arange(0, BLOCK_R)
+    distance = position - bank_origin(position, EXTENT) - place
+    head, rel = tl.arange(0, BLOCK_HEADS), tl.arange(0, 16)
+    held = (head < NUM_HEADS) & kept
+    b_r = tl.load(r + row * ROW + head[:, None] * 16 + rel[None, :], mask=held[:, None], other=0.0)
+    inside = (distance >= 0) & (distance < EXTENT)
+    b_p = tl.load(rel_proj + distance[:, None] * 16 + rel[None, :], mask=inside[:, None], other=0.0)
+    b_bank = tl.trans(tl.dot(b_p, tl.trans(b_r))).to(bank.dtype.element_ty)
     if HAS_TAU:
-        position = tl.load(positions + row, mask=inside, other=0)
         tau = attention_temperature(position, log_floor, log_alpha)
-        b_bank = (b_bank.to(tl.float32) * tau[:, None]).to(bank.dtype.element_ty)
-    stored = held[:, None] & (distance < EXTENT)[None, :]
-    tl.store(bank + pair[:, None] * EXTENT + distance[None, :], b_bank, mask=stored)
+        b_bank = (b_bank.to(tl.float32) * tau).to(bank.dtype.element_ty)
+    at = row * (NUM_HEADS * WIDTH) + head[:, None] * WIDTH + place[None, :]
+    tl.store(bank + at, b_bank, mask=held[:, None] & (place < WIDTH)[None, :])
 
 
 @triton.jit(
@@ -144,7 +143,7 @@ def _attention_inputs_kernel(
     slots, positions, offsets, from_ends, conv_pages, pages,
     num_rows, run, conv_pages_per_slot, pages_per_slot, keep_inputs, keep_keys, log_floor, log_alpha, eps,
     NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, EXTENT: tl.constexpr, HEADS: tl.constexpr,
-    PAIRS: tl.constexpr, BLOCK_R: tl.constexpr, CONV_PAGE: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_R: tl.constexpr, CONV_PAGE: tl.constexpr, PAGE: tl.constexpr,
     HAS_TAU: tl.constexpr, HAS_PASS: tl.constexpr,
 ):  # fmt: skip
     ROW: tl.constexpr = NUM_HEADS * D + 2 * NUM_KV * D + NUM_HEADS * 16
@@ -172,8 +171,8 @@ def _attention_inputs_kernel(
             )  # fmt: skip
     else:
         _bank_tile(
-            qkvr + (NUM_HEADS + 2 * NUM_KV) * D, rel_proj, bank, slots, positions, num_rows, program - row_programs,
-            log_floor, log_alpha, ROW, NUM_HEADS, EXTENT, PAIRS, BLOCK_R, HAS_TAU,
+            qkvr + (NUM_HEADS + 2 * NUM_KV) * D, rel_proj, bank, slots, positions, program - row_programs,
+            log_floor, log_alpha, ROW, NUM_HEADS, EXTENT, BLOCK_HEADS, BLOCK_R, HAS_TAU,
         )  # fmt: skip
 
 
@@ -185,9 +184,14 @@ def program_heads(num_heads: int, num_kv: int, head_dim: int) -> int:
 
 
 def bank_block(num_heads: int, num_kv: int, head_dim: int, extent: int) -> int:
-    """Distances of one bank program."""
+    """Places of one bank program."""
     block = CONFIGS.get((num_heads, num_kv, head_dim, extent), 128)
-    return min(block, max(16, triton.next_power_of_2(extent)))
+    return min(block, max(LEAST_BLOCK_R, triton.next_power_of_2(bank_width(extent))))
+
+
+def bank_heads(num_heads: int) -> int:
+    """Heads of one bank program: the N side of the instruction."""
+    return max(16, triton.next_power_of_2(num_heads))
 
 
 @dataclass(frozen=True)
@@ -224,7 +228,7 @@ def attention_inputs(
     key_cache: Tensor,  # [pages, n_kv, page_size, d]
     value_cache: Tensor,
     q: Tensor,  # [T, n_q, d], written
-    bank: Tensor,  # [T, n_q, R], written
+    bank: Tensor,  # [T, n_q, bank_width(R)], written
     rows: Rows,
     conv_pages: Tensor,  # int32 [sequence slots, pages of one sequence]
     conv_page_size: int,
@@ -241,9 +245,8 @@ def attention_inputs(
     """
     g = geometry
     num_rows, has_tau = rows.num_rows, g.window is None and g.log_alpha != 0
-    assert qkvr.shape == (num_rows, g.row_width) and bank.shape == (num_rows, g.num_heads, g.extent), (
-        qkvr.shape
-    )
+    assert qkvr.shape == (num_rows, g.row_width), (qkvr.shape, g)
+    assert bank.shape == (num_rows, g.num_heads, bank_width(g.extent)), (bank.shape, g)
     assert rel_proj.shape == (g.extent, REL_WIDTH) and rel_proj.dtype == qkvr.dtype, (
         rel_proj.shape,
         rel_proj.dtype,
@@ -259,16 +262,16 @@ def attention_inputs(
     block_r = block_r or bank_block(g.num_heads, g.num_kv, g.head_dim, g.extent)
     parts = triton.cdiv(g.num_heads, heads) + 2 * triton.cdiv(g.num_kv, heads)
     run = run or max(1, triton.cdiv(num_rows * parts, _ROW_PROGRAMS))
-    bank_programs = triton.cdiv(num_rows * g.num_heads, BANK_PAIRS) * triton.cdiv(g.extent, block_r)
+    bank_programs = num_rows * triton.cdiv(bank_width(g.extent), block_r)
     k, v = pass_keys or (None, None)
     _attention_inputs_kernel[(triton.cdiv(num_rows, run) * parts + bank_programs,)](
         qkvr, q_norm, k_norm, taps, rel_proj, conv_cache, key_cache, value_cache, q, k, v, bank,
         rows.slot, rows.position, rows.offset, rows.from_end, conv_pages, pages,
         num_rows, run, conv_pages.shape[1], pages.shape[1], HISTORY + g.keep_after, g.keep_keys,
         g.log_floor, g.log_alpha, g.eps,
-        NUM_HEADS=g.num_heads, NUM_KV=g.num_kv, D=g.head_dim, EXTENT=g.extent, HEADS=heads, PAIRS=BANK_PAIRS,
-        BLOCK_R=block_r, CONV_PAGE=conv_page_size, PAGE=key_cache.shape[2], HAS_TAU=has_tau,
-        HAS_PASS=pass_keys is not None, num_warps=4, num_stages=1, enable_fp_fusion=False,
+        NUM_HEADS=g.num_heads, NUM_KV=g.num_kv, D=g.head_dim, EXTENT=g.extent, HEADS=heads,
+        BLOCK_HEADS=bank_heads(g.num_heads), BLOCK_R=block_r, CONV_PAGE=conv_page_size, PAGE=key_cache.shape[2],
+        HAS_TAU=has_tau, HAS_PASS=pass_keys is not None, num_warps=4, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -295,7 +298,7 @@ def _serving(name: str, num_heads: int, num_kv: int, window: bool, extent: int, 
     absent = {} if in_pass else {"k": None, "v": None}
     constants = {
         "NUM_HEADS": num_heads, "NUM_KV": num_kv, "D": 128, "EXTENT": extent,
-        "HEADS": program_heads(num_heads, num_kv, 128), "PAIRS": BANK_PAIRS,
+        "HEADS": program_heads(num_heads, num_kv, 128), "BLOCK_HEADS": bank_heads(num_heads),
         "BLOCK_R": bank_block(num_heads, num_kv, 128, extent), "CONV_PAGE": 16, "PAGE": 64,
         "HAS_TAU": not window, "HAS_PASS": in_pass,
     }  # fmt: skip

@@ -13,6 +13,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kernels.cuda.bank_order import bank_origin
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -39,58 +41,78 @@ def empty_segment(C: tl.constexpr, DV: tl.constexpr, KEYS_ON_M: tl.constexpr):
 
 
 @triton.jit
-def block_scores(
-    q,  # [C, d]
-    k,  # [keys, d]
-    first_position,  # of the tile's first row
-    step,  # [C] rows from there to the column's row
-    has_row,  # [C]; columns without a row give anything but NaN
-    bank,  # at the tile's first row and head
-    bank_offset,  # int32 [C] from there to the column's row and head, at distance ``step``
-    last_key,  # of the block; its keys are in descending order
-    d: tl.constexpr,
+def load_bias(
+    start,  # first key of the block
+    position,  # [C]
+    has_row,  # [C]; columns without a row get 0
+    bank,  # at key 0 of the tile's first row and head
+    bank_offset,  # int32 [C] from there to key 0 of the column's row and head
     EXTENT: tl.constexpr,
-    WINDOW: tl.constexpr,  # 0: full
-    NEAR: tl.constexpr,  # False: every row is EXTENT or more past the block
+    BANK_WIDTH: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr,
     KEYS_ON_M: tl.constexpr,
 ):
-    """-> q . k / d + bias, -inf where the row does not see the key. d is a power of two: one rounding, in the add."""
-    nth = by_key(tl.arange(0, k.shape[0]), KEYS_ON_M)
-    back = first_position - last_key
-    distance = (by_column(step + back, KEYS_ON_M) + nth).to(tl.uint32, bitcast=True)  # huge: in the future
-    if NEAR:
-        biased: tl.constexpr = WINDOW if WINDOW > 0 and WINDOW < EXTENT else EXTENT
-        # before the product: the layout of vectors over columns then follows the product, not this load
-        bias = tl.load(
-            (bank + back + nth) + by_column(bank_offset, KEYS_ON_M),
-            mask=by_column(has_row, KEYS_ON_M) & (distance < biased),
-            other=0.0,
-        )
-        s = tl.dot(k, tl.trans(q)) if KEYS_ON_M else tl.dot(q, tl.trans(k))
-        x = tl.fma(s, tl.full(s.shape, 1.0 / d, tl.float32), bias.to(tl.float32))
-        return tl.where(distance < (WINDOW if WINDOW > 0 else 1 << 31), x, float("-inf"))
-    else:
-        s = tl.dot(k, tl.trans(q)) if KEYS_ON_M else tl.dot(q, tl.trans(k))
-        x = s * (1.0 / d)
-        return tl.where(distance < WINDOW, x, float("-inf")) if WINDOW > 0 else x
+    """Biases of a block, 0 at distances of EXTENT and more; of keys past the row, anything."""
+    key = by_key(start + tl.arange(0, BLOCK_KEYS), KEYS_ON_M)
+    place = key - by_column(bank_origin(position, EXTENT), KEYS_ON_M)
+    inside = by_column(has_row, KEYS_ON_M) & (place >= 0) & (place < BANK_WIDTH)
+    return tl.load(bank + (by_column(bank_offset, KEYS_ON_M) + key), mask=inside, other=0.0)
 
 
 @triton.jit
-def add_block(x, v, m, sums, values, KEYS_ON_M: tl.constexpr):
-    """One block of scores ``x`` and values ``v [keys, DV]`` into a segment's (m, l, a)."""
-    new = tl.maximum(m, tl.max(x, 0 if KEYS_ON_M else 1))
+def block_scores(
+    q,  # [C, d]
+    k,  # [keys, d]
+    start,  # first key of the block
+    position,  # [C]
+    bias,  # of ``load_bias``, or None: every row is EXTENT or more past the block
+    d: tl.constexpr,
+    WINDOW: tl.constexpr,  # 0: full
+    MASKED: tl.constexpr,  # False: every row sees the whole block
+    KEYS_ON_M: tl.constexpr,
+):
+    """-> q . k / d + bias, -inf where the row does not see the key. d is a power of two: one rounding, in the add.
+
+    Without bias the factor 1 / d, which is exact, is left to ``add_block``.
+    """
+    n = tl.arange(0, k.shape[0])
+    s = tl.dot(k, tl.trans(q)) if KEYS_ON_M else tl.dot(q, tl.trans(k))
+    if bias is not None:
+        s = tl.fma(s, tl.full(s.shape, 1.0 / d, tl.float32), bias.to(tl.float32))
+    if MASKED:
+        last = by_column(position - start, KEYS_ON_M)  # place within the block of the last key that the row sees
+        sees = by_key(n, KEYS_ON_M) <= last
+        if WINDOW > 0:
+            sees = sees & (by_key(n, KEYS_ON_M) > last - WINDOW)
+        s = tl.where(sees, s, float("-inf"))
+    return s
+
+
+@triton.jit
+def add_block(
+    x, v, m, sums, values, UNIT: tl.constexpr, FRESH: tl.constexpr, KEYS_ON_M: tl.constexpr
+):  # fmt: skip
+    """One block of scores ``x * UNIT`` (a power of two) and values ``v [keys, DV]`` into a segment's (m, l, a).
+
+    ``FRESH``: the segment has no other block.
+    """
+    new = tl.max(x, 0 if KEYS_ON_M else 1) * UNIT
+    if not FRESH:
+        new = tl.maximum(m, new)
     base = tl.where(new == float("-inf"), 0.0, new)
-    # exactly 1 where the maximum stays; a fused product would leave the rounding error of m * log2(e)
-    kept = by_column(tl.exp2((m - base) * LOG2_E), KEYS_ON_M)
-    scale = tl.full(x.shape, LOG2_E, tl.float32)
+    scale = tl.full(x.shape, LOG2_E * UNIT, tl.float32)
     shift = tl.broadcast_to(by_column(base * -LOG2_E, KEYS_ON_M), x.shape)
     p = tl.exp2(tl.fma(x, scale, shift)).to(v.dtype)
+    if not FRESH:
+        # exactly 1 where the maximum stays; a fused product would leave the rounding error of m * log2(e)
+        kept = by_column(tl.exp2((m - base) * LOG2_E), KEYS_ON_M)
+        sums, values = sums * kept, values * kept
     if KEYS_ON_M:
-        sums = tl.dot(tl.full([64, v.shape[0]], 1.0, tl.float32).to(v.dtype), p, sums * kept)
-        values = tl.dot(tl.trans(v), p, values * kept)
+        sums = tl.dot(tl.full([64, v.shape[0]], 1.0, tl.float32).to(v.dtype), p, sums)
+        values = tl.dot(tl.trans(v), p, values)
     else:
-        sums = tl.dot(p, tl.full([v.shape[0], 16], 1.0, tl.float32).to(v.dtype), sums * kept)
-        values = tl.dot(p, v, values * kept)
+        sums = tl.dot(p, tl.full([v.shape[0], 16], 1.0, tl.float32).to(v.dtype), sums)
+        values = tl.dot(p, v, values)
     return new, sums, values
 
 
@@ -127,7 +149,7 @@ def load_pages(page_row, start, end, PAGE: tl.constexpr, BLOCK_KEYS: tl.constexp
     if PAGE % BLOCK_KEYS == 0:
         return tl.load(page_row + tl.minimum(start, end - 1) // PAGE)
     else:
-        return tl.load(page_row + tl.minimum(start + BLOCK_KEYS - 1 - tl.arange(0, BLOCK_KEYS), end - 1) // PAGE)
+        return tl.load(page_row + tl.minimum(start + tl.arange(0, BLOCK_KEYS), end - 1) // PAGE)
 
 
 @triton.jit
@@ -135,11 +157,8 @@ def attend_block(
     start,
     pages,  # of ``load_pages``
     q,  # [C, d]
-    first_position,
-    step,
-    has_row,
-    bank,  # and its offsets: see ``block_scores``
-    bank_offset,
+    position,  # [C]
+    bias,  # see ``block_scores``
     key_cache,
     value_cache,
     new_keys,  # [T, n_kv, d] of this pass, or None: everything is in the cache
@@ -155,30 +174,35 @@ def attend_block(
     num_kv: tl.constexpr,
     d: tl.constexpr,
     DV: tl.constexpr,
-    EXTENT: tl.constexpr,
     WINDOW: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
-    NEAR: tl.constexpr,
+    FRESH: tl.constexpr,
+    MASKED: tl.constexpr,
     KEYS_ON_M: tl.constexpr,
 ):
     """Adds the keys ``[start, start + BLOCK_KEYS)`` to a segment's (m, l, a)."""
-    last_key = start + BLOCK_KEYS - 1
-    key = last_key - tl.arange(0, BLOCK_KEYS)  # descending: biases, by distance, then lie in ascending order
-    at = ((pages.to(tl.int64) * num_kv + kv_head) * PAGE + key % PAGE) * d
-    k_at, v_at = key_cache + at, value_cache + at
+    n = tl.arange(0, BLOCK_KEYS)
+    key = start + n
+    if PAGE % BLOCK_KEYS == 0:
+        first = ((pages.to(tl.int64) * num_kv + kv_head) * PAGE + start % PAGE) * d
+        k_at, v_at = (key_cache + first) + n * d, (value_cache + first) + n * d
+    else:
+        at = ((pages.to(tl.int64) * num_kv + kv_head) * PAGE + key % PAGE) * d
+        k_at, v_at = key_cache + at, value_cache + at
     if new_keys is not None:
         new = ((pass_row + key - pass_start).to(tl.int64) * num_kv + kv_head) * d
         k_at = tl.where(key >= pass_start, new_keys + new, k_at)
         v_at = tl.where(key >= pass_start, new_values + new, v_at)
-    held = ((key >= first_key) & (key < end))[:, None]
     dim, value_dim = tl.arange(0, d)[None, :], tl.arange(0, DV)[None, :]
-    k = tl.load(k_at[:, None] + dim, mask=held, other=0.0)
-    v = tl.load(v_at[:, None] + value_dim, mask=held if d == DV else held & (value_dim < d), other=0.0)
-    x = block_scores(
-        q, k, first_position, step, has_row, bank, bank_offset, last_key, d, EXTENT, WINDOW, NEAR, KEYS_ON_M
-    )
-    return add_block(x, v, m, sums, values, KEYS_ON_M)
+    if MASKED or d != DV:
+        held = ((key >= first_key) & (key < end))[:, None]
+        k = tl.load(k_at[:, None] + dim, mask=held, other=0.0)
+        v = tl.load(v_at[:, None] + value_dim, mask=held if d == DV else held & (value_dim < d), other=0.0)
+    else:
+        k, v = tl.load(k_at[:, None] + dim), tl.load(v_at[:, None] + value_dim)
+    x = block_scores(q, k, start, position, bias, d, WINDOW, MASKED, KEYS_ON_M)
+    return add_block(x, v, m, sums, values, 1.0 / d if bias is None else 1.0, FRESH, KEYS_ON_M)
 
 
 @triton.jit

@@ -11,8 +11,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.cuda.bank_order import bank_origin
 from kernels.cuda.compile import Serving
-from kernels.cuda.relative_attention import (
+from kernels.cuda.relative_attention_blocks import (
+    attend_block,
+    by_column,
+    by_key,
+    column_sums,
+    empty_segment,
+    far_end,
+    load_bias,
+    load_pages,
+    load_queries,
+    merge_scales,
+    merged,
+    reciprocal,
+)
+from kernels.cuda.relative_attention_config import (
     LEAST_M,
     OPERANDS,
     PAGE_SIZE,
@@ -21,19 +36,6 @@ from kernels.cuda.relative_attention import (
     Heads,
     check_operands,
     tile_constants,
-)
-from kernels.cuda.relative_attention_blocks import (
-    attend_block,
-    by_column,
-    by_key,
-    column_sums,
-    empty_segment,
-    far_end,
-    load_pages,
-    load_queries,
-    merge_scales,
-    merged,
-    reciprocal,
 )
 
 
@@ -67,10 +69,42 @@ def _store_tile(
     tl.store(out + by_column(at, KEYS_ON_M) + by_key(dim, KEYS_ON_M), o, mask=mask)
 
 
+@triton.jit
+def _attend_range(
+    begin, stop, pages, queries, position, has_row, bank_tile, bank_offset, key_cache, value_cache, new_keys,
+    new_values, pass_start, pass_row, kv_head, first_key, end, page_row, m, sums, values, total_m, total_l, total,
+    num_kv: tl.constexpr, d: tl.constexpr, C: tl.constexpr, DV: tl.constexpr, EXTENT: tl.constexpr,
+    BANK_WIDTH: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, SEGMENT: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    BIASED: tl.constexpr, MASKED: tl.constexpr, KEYS_ON_M: tl.constexpr,
+):  # fmt: skip
+    """Blocks of ``[begin, stop)`` into the segment, and each segment that ends there into the total."""
+    FRESH: tl.constexpr = SEGMENT == BLOCK_KEYS
+    for start in range(begin, stop, BLOCK_KEYS):
+        following = load_pages(page_row, start + BLOCK_KEYS, end, PAGE, BLOCK_KEYS)
+        if FRESH:
+            m, sums, values = empty_segment(C, DV, KEYS_ON_M)
+        bias = None
+        if BIASED:
+            bias = load_bias(
+                start, position, has_row, bank_tile, bank_offset, EXTENT, BANK_WIDTH, BLOCK_KEYS, KEYS_ON_M
+            )
+        m, sums, values = attend_block(
+            start, pages, queries, position, bias, key_cache, value_cache, new_keys, new_values, pass_start, pass_row,
+            kv_head, first_key, end, m, sums, values, num_kv, d, DV, WINDOW, PAGE, BLOCK_KEYS, FRESH, MASKED, KEYS_ON_M,
+        )  # fmt: skip
+        pages = following
+        if FRESH:
+            total_m, total_l, total = _merge_into(total_m, total_l, total, m, sums, values, KEYS_ON_M)
+        elif (start + BLOCK_KEYS) % SEGMENT == 0:
+            total_m, total_l, total = _merge_into(total_m, total_l, total, m, sums, values, KEYS_ON_M)
+            m, sums, values = empty_segment(C, DV, KEYS_ON_M)
+    return pages, m, sums, values, total_m, total_l, total
+
+
 @triton.jit(do_not_specialize=["pages_per_slot"])
 def _prompt_kernel(
     q,  # [T, n_q, d] bf16
-    bank,  # [T, n_q, BANK_WIDTH] bf16
+    bank,  # [T, n_q, bank_width(EXTENT)] bf16
     key_cache,  # [pages, n_kv, page_size, d] bf16
     value_cache,
     new_keys,  # [T, n_kv, d] bf16 of this pass, or None
@@ -92,6 +126,7 @@ def _prompt_kernel(
     C: tl.constexpr,
     DV: tl.constexpr,
     KEYS_ON_M: tl.constexpr,
+    DIAGONAL_APART: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
     sequence = tl.load(tiles + tl.program_id(1) * 2)
@@ -107,47 +142,46 @@ def _prompt_kernel(
     rows = tl.minimum(count - begin_row, C // per_kv)
     has_row = column < rows * per_kv
     step = column // per_kv
-    row = pass_row + begin_row + step
-    head = kv_head * per_kv + column % per_kv
-    first_position = pass_start + begin_row
-    queries = load_queries(q, row, head, has_row, num_heads, d)
-    bank_tile = bank + ((pass_row + begin_row).to(tl.int64) * num_heads + kv_head * per_kv) * BANK_WIDTH
-    bank_offset = (step.to(tl.int64) * num_heads + column % per_kv) * BANK_WIDTH + step
+    first_row, first_position = pass_row + begin_row, pass_start + begin_row
+    position = first_position + step
+    queries = load_queries(q, first_row + step, kv_head * per_kv + column % per_kv, has_row, num_heads, d)
+    origin = bank_origin(first_position, EXTENT)
+    bank_tile = bank + ((first_row.to(tl.int64) * num_heads + kv_head * per_kv) * BANK_WIDTH - origin)
+    bank_offset = (step * num_heads + column % per_kv) * BANK_WIDTH + (origin - bank_origin(position, EXTENT))
 
     page_row = page_table + slot.to(tl.int64) * pages_per_slot
     end = first_position + rows
     first_key = tl.maximum(first_position - WINDOW + 1, 0) if WINDOW > 0 else 0
     begin = first_key // BLOCK_KEYS * BLOCK_KEYS
+    stop = tl.cdiv(end, BLOCK_KEYS) * BLOCK_KEYS
     m, sums, values = empty_segment(C, DV, KEYS_ON_M)
     total_m, _, total = empty_segment(C, DV, KEYS_ON_M)
     total_l = tl.zeros([C], tl.float32)
     pages = load_pages(page_row, begin, end, PAGE, BLOCK_KEYS)
-    near = begin
     if WINDOW == 0 or EXTENT < WINDOW:
-        near = tl.minimum(far_end(first_position, begin, EXTENT, BLOCK_KEYS), end)
-        for start in range(begin, near, BLOCK_KEYS):
-            following = load_pages(page_row, start + BLOCK_KEYS, end, PAGE, BLOCK_KEYS)
-            m, sums, values = attend_block(
-                start, pages, queries, first_position, step, has_row, bank_tile, bank_offset,
-                key_cache, value_cache, new_keys, new_values, pass_start, pass_row, kv_head, first_key, end,
-                m, sums, values, num_kv, d, DV, EXTENT, WINDOW, PAGE, BLOCK_KEYS, False, KEYS_ON_M,
-            )  # fmt: skip
-            pages = following
-            if (start + BLOCK_KEYS) % SEGMENT == 0:
-                total_m, total_l, total = _merge_into(total_m, total_l, total, m, sums, values, KEYS_ON_M)
-                m, sums, values = empty_segment(C, DV, KEYS_ON_M)
-    for start in range(near, end, BLOCK_KEYS):
-        following = load_pages(page_row, start + BLOCK_KEYS, end, PAGE, BLOCK_KEYS)
-        m, sums, values = attend_block(
-            start, pages, queries, first_position, step, has_row, bank_tile, bank_offset,
-            key_cache, value_cache, new_keys, new_values, pass_start, pass_row, kv_head, first_key, end,
-            m, sums, values, num_kv, d, DV, EXTENT, WINDOW, PAGE, BLOCK_KEYS, True, KEYS_ON_M,
+        near = tl.minimum(far_end(first_position, begin, EXTENT, BLOCK_KEYS), stop)
+        pages, m, sums, values, total_m, total_l, total = _attend_range(
+            begin, near, pages, queries, position, has_row, bank_tile, bank_offset, key_cache, value_cache, new_keys,
+            new_values, pass_start, pass_row, kv_head, first_key, end, page_row, m, sums, values, total_m, total_l,
+            total, num_kv, d, C, DV, EXTENT, BANK_WIDTH, WINDOW, PAGE, SEGMENT, BLOCK_KEYS,
+            False, WINDOW > 0, KEYS_ON_M,
         )  # fmt: skip
-        pages = following
-        if (start + BLOCK_KEYS) % SEGMENT == 0:
-            total_m, total_l, total = _merge_into(total_m, total_l, total, m, sums, values, KEYS_ON_M)
-            m, sums, values = empty_segment(C, DV, KEYS_ON_M)
-    total_m, total_l, total = _merge_into(total_m, total_l, total, m, sums, values, KEYS_ON_M)
+        begin = near
+    if DIAGONAL_APART and WINDOW == 0:
+        seen = tl.maximum((first_position + 1) // BLOCK_KEYS * BLOCK_KEYS, begin)  # by every row, as far as here
+        pages, m, sums, values, total_m, total_l, total = _attend_range(
+            begin, seen, pages, queries, position, has_row, bank_tile, bank_offset, key_cache, value_cache, new_keys,
+            new_values, pass_start, pass_row, kv_head, first_key, end, page_row, m, sums, values, total_m, total_l,
+            total, num_kv, d, C, DV, EXTENT, BANK_WIDTH, WINDOW, PAGE, SEGMENT, BLOCK_KEYS, True, False, KEYS_ON_M,
+        )  # fmt: skip
+        begin = seen
+    pages, m, sums, values, total_m, total_l, total = _attend_range(
+        begin, stop, pages, queries, position, has_row, bank_tile, bank_offset, key_cache, value_cache, new_keys,
+        new_values, pass_start, pass_row, kv_head, first_key, end, page_row, m, sums, values, total_m, total_l,
+        total, num_kv, d, C, DV, EXTENT, BANK_WIDTH, WINDOW, PAGE, SEGMENT, BLOCK_KEYS, True, True, KEYS_ON_M,
+    )  # fmt: skip
+    if SEGMENT != BLOCK_KEYS:
+        total_m, total_l, total = _merge_into(total_m, total_l, total, m, sums, values, KEYS_ON_M)
 
     # read again: what only the store needs would otherwise occupy registers all the way
     _store_tile(out, tiles, segments, total, total_l, kv_head, num_heads, num_kv, d, C, DV, KEYS_ON_M)
@@ -168,7 +202,7 @@ def prompt_tiles(heads: Heads, segments: np.ndarray, columns: int | None = None,
 def prompt_attention(
     heads: Heads,
     q: Tensor,  # [T, n_q, d] bf16, normed, times tau
-    bank: Tensor,  # [T, n_q, >= R] bf16, times tau
+    bank: Tensor,  # [T, n_q, bank_width(R)] bf16, times tau, in key order
     key_cache: Tensor,  # [pages, n_kv, page_size, d] bf16
     value_cache: Tensor,
     new: tuple[Tensor, Tensor] | None,  # keys and values [T, n_kv, d] of this pass; None: the caches hold them
@@ -190,23 +224,25 @@ def prompt_attention(
         assert x.is_contiguous() and x.shape[1:] == (heads.num_kv, heads.head_dim), x.shape
     _prompt_kernel[(heads.num_kv, len(tiles))](
         q, bank, key_cache, value_cache, new_keys, new_values, page_table, segments, tiles, out, page_table.shape[1],
-        **tile_constants(heads, config, bank.shape[2], key_cache.shape[2]), C=columns, KEYS_ON_M=launch.keys_on_m,
-        num_warps=launch.num_warps, num_stages=launch.num_stages, enable_fp_fusion=False,
+        **tile_constants(heads, config, key_cache.shape[2]), C=columns, KEYS_ON_M=launch.keys_on_m,
+        DIAGONAL_APART=config.diagonal_apart, num_warps=launch.num_warps, num_stages=launch.num_stages,
+        enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
 
-def _serving(heads: Heads) -> Serving:
-    config, is_local = heads.config, heads.window > 0
+def serving(heads: Heads, config: AttentionConfig | None = None, columns: int | None = None) -> Serving:
+    config, is_local = config or heads.config, heads.window > 0
     new = {"new_keys": "*bf16", "new_values": "*bf16"} if is_local else {}
-    constants = tile_constants(heads, config, heads.extent, PAGE_SIZE)
+    constants = tile_constants(heads, config, PAGE_SIZE) | {"C": columns or config.prompt_columns}
+    constants |= {"KEYS_ON_M": config.prompt.keys_on_m, "DIAGONAL_APART": config.diagonal_apart}
     if not is_local:
         constants |= {"new_keys": None, "new_values": None}
     return Serving(
-        f"prompt {heads}",
+        f"prompt {heads} {constants['C']} columns {config.segment}/{config.block_keys} {config.prompt}",
         _prompt_kernel,
         {**OPERANDS, **new, "segments": "*i32", "tiles": "*i32", "out": "*bf16", "pages_per_slot": "i32"},
-        {**constants, "C": config.prompt_columns, "KEYS_ON_M": config.prompt.keys_on_m},
+        constants,
         num_warps=config.prompt.num_warps,
         num_stages=config.prompt.num_stages,
         wgmma=True,
@@ -214,4 +250,4 @@ def _serving(heads: Heads) -> Serving:
     )
 
 
-SERVING = [_serving(heads) for heads in SERVING_HEADS]
+SERVING = [serving(heads) for heads in SERVING_HEADS]

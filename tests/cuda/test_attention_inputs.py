@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels.cuda.attention_inputs import LayerGeometry, attention_inputs
+from kernels.cuda.bank_order import bank_width, in_key_order
 from tests.cuda.step_rows import Segment, chunked, make_step, page_table
 
 EPS, CONV_PAGE, PAGE, LENGTH, SLOTS, KEEP_AFTER = 1e-6, 4, 8, 48, 4, 2
@@ -87,7 +88,7 @@ def step_of(
     def poisoned(*shape: int) -> Tensor:
         return torch.full((len(x), *shape), float("nan"), dtype=torch.bfloat16, device=device)
 
-    q, bank = poisoned(g.num_heads, g.head_dim), poisoned(g.num_heads, g.extent)
+    q, bank = poisoned(g.num_heads, g.head_dim), poisoned(g.num_heads, bank_width(g.extent))
     k, v = poisoned(g.num_kv, g.head_dim), poisoned(g.num_kv, g.head_dim)
     attention_inputs(
         x, q_norm, k_norm, taps, rel, state.conv, state.keys, state.values, q, bank, step.rows, step.pages,
@@ -118,7 +119,7 @@ def expected(g: LayerGeometry, slot: int, device: str) -> tuple[Tensor, ...]:
         tau[:, 0, 0] += g.log_alpha * torch.log(((position + 1) / g.log_floor).clamp(min=1))
     q = normed(q.view(LENGTH, g.num_heads, g.head_dim), q_norm).bfloat16().double() * tau
     bank = (r.view(LENGTH, g.num_heads, 16) @ rel.t()).bfloat16().double() * tau
-    return q, normed(k, k_norm), v, bank
+    return q, normed(k, k_norm), v, in_key_order(bank, range(LENGTH))
 
 
 def check_against_float64(device: str) -> None:

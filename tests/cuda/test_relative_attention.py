@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kernels.cuda.bank_order import bank_width, in_key_order
 from kernels.cuda.relative_attention import (
     AttentionConfig,
     Heads,
@@ -28,11 +29,8 @@ LOCAL = Heads(4, 1, 16, extent=70, window=70)
 SHORT_BIAS = Heads(6, 2, 64, extent=9, window=150)  # three heads a KV head; a window longer than the bias
 SERVED = [
     Heads(32, 8, 128, extent=1024),
-    Heads(32, 8, 128, extent=512, window=512),
-    Heads(4, 1, 128, extent=1024),
     Heads(64, 16, 128, extent=512, window=512),
     Heads(64, 8, 64, extent=1024),
-    FULL,
     LOCAL,
     SHORT_BIAS,
 ]
@@ -51,7 +49,7 @@ class Sequences:
     heads: Heads
     lengths: list[int]
     q: list[Tensor]  # [length, n_q, d] bf16
-    bank: list[Tensor]  # [length, n_q, R + 2] bf16
+    bank: list[Tensor]  # [length, n_q, R] bf16, by distance
     keys: list[Tensor]  # [length, n_kv, d] bf16
     values: list[Tensor]
     key_cache: Tensor
@@ -62,22 +60,20 @@ class Sequences:
     def draw(
         cls, heads: Heads, lengths: list[int], device: str, page: int = 64, seed: int = 0, spare_pages: int = 0
     ) -> Sequences:
-        generator = torch.Generator().manual_seed(seed)
+        generator, on_cpu = torch.Generator(device).manual_seed(seed), torch.Generator().manual_seed(seed)
 
         def random(*shape: int, scale: float = 1.0) -> Tensor:
-            return (torch.randn(shape, generator=generator) * scale).to(device, torch.bfloat16)
+            return (torch.randn(shape, generator=generator, device=device) * scale).bfloat16()
 
         d, counts = heads.head_dim, [-(-n // page) for n in lengths]
-        order = (torch.randperm(sum(counts), generator=generator) + 1 + spare_pages).tolist()
+        order = (torch.randperm(sum(counts), generator=on_cpu) + 1 + spare_pages).tolist()
         table = torch.zeros(len(lengths), max(counts) + 1, dtype=torch.int32)
         shape = (spare_pages + sum(counts) + 1, heads.num_kv, page, d)
         caches = [torch.full(shape, float("nan"), dtype=torch.bfloat16, device=device) for _ in range(2)]
         parts = {"q": [], "bank": [], "keys": [], "values": []}
         for slot, length in enumerate(lengths):
             parts["q"].append(random(length, heads.num_heads, d, scale=2.0 * d**0.5))
-            bank = random(length, heads.num_heads, heads.extent + 2)
-            bank[..., heads.extent :] = float("nan")
-            parts["bank"].append(bank)
+            parts["bank"].append(random(length, heads.num_heads, heads.extent))
             for cache, kind in zip(caches, ("keys", "values"), strict=True):
                 new = random(length, heads.num_kv, d)
                 parts[kind].append(new)
@@ -89,6 +85,10 @@ class Sequences:
 
     def rows(self, parts: list[Tensor], segments: list[Segment]) -> Tensor:
         return torch.cat([parts[slot][first : first + count] for slot, first, count in segments])
+
+    def banks(self, segments: list[Segment]) -> Tensor:
+        positions = [p for _, first, count in segments for p in range(first, first + count)]
+        return in_key_order(self.rows(self.bank, segments), positions)
 
     def records(self, segments: list[Segment], lead: int = 0) -> Tensor:
         """The kernels' records of ``segments``, from row ``lead`` on; one more that holds nothing."""
@@ -110,7 +110,8 @@ class Sequences:
         """Rows of ``segments`` by "decode" or "prompt", with padding rows around them that have to stay NaN."""
         heads, records, caches = self.heads, self.records(segments, lead), (self.key_cache, self.value_cache)
         padding = (0, 0, 0, 0, lead, 1)
-        q, bank = (pad(self.rows(x, segments), padding, value=float("nan")) for x in (self.q, self.bank))
+        rows = (self.rows(self.q, segments), self.banks(segments))
+        q, bank = (pad(x, padding, value=float("nan")) for x in rows)
         out = torch.full((len(q), heads.num_heads * heads.head_dim), float("nan"), dtype=q.dtype, device=q.device)
         if path == "decode":
             max_rows = max(count for _, _, count in segments)
@@ -124,7 +125,8 @@ class Sequences:
             new = None
             if from_pass:
                 new = tuple(pad(self.rows(x, segments), padding, value=float("nan")) for x in (self.keys, self.values))
-            tiles = prompt_tiles(heads, records.cpu().numpy(), options.get("columns"), padding=2)
+            columns = options.get("columns", (config or heads.config).prompt_columns)
+            tiles = prompt_tiles(heads, records.cpu().numpy(), columns, padding=2)
             tiles = torch.from_numpy(tiles).to(q.device)
             prompt_attention(
                 heads, q, bank, *caches, new, self.page_table, records, tiles, out, config=config, **options
@@ -142,7 +144,7 @@ class Sequences:
         distance = torch.arange(positions.start, positions.stop)[:, None] - torch.arange(positions.stop)
         distance = distance.to(q.device)
         hidden = (distance < 0) | (distance >= (heads.window or positions.stop))
-        bank[..., heads.extent :] = 0
+        bank = pad(bank, (0, 1))
         at = distance.clamp(0, heads.extent)[:, None].expand(-1, heads.num_heads, -1)
         scores = torch.einsum("thd,shd->ths", q, keys) / heads.head_dim + bank.gather(2, at)
         weights = torch.softmax(scores.masked_fill(hidden[:, None], float("-inf")), -1)
@@ -173,6 +175,18 @@ def test_prompts_are_within_the_bound_and_read_nothing_they_do_not_see(heads: He
     got = sequences.attend([(1, 0, 37), (0, 100, 100)], "prompt", SMALL)
     check_within_bound(sequences, 1, got[:37], range(37))
     check_within_bound(sequences, 0, got[37:], range(100, 200))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [replace(SMALL, block_keys=128), AttentionConfig(segment=64, block_keys=64, diagonal_apart=True)],
+    ids=["one block of two pages", "one block of one page"],
+)
+@pytest.mark.parametrize("heads", [FULL, SHORT_BIAS], ids=name)
+def test_segments_of_one_block_are_within_the_bound(heads: Heads, config: AttentionConfig, device: str) -> None:
+    sequences = Sequences.draw(heads, [200], device)
+    check_within_bound(sequences, 0, sequences.attend([(0, 110, 70)], "prompt", config), range(110, 180))
+    check_within_bound(sequences, 0, sequences.attend([(0, 191, 2)], "decode", config), range(191, 193))
 
 
 @pytest.mark.parametrize("heads", [FULL, LOCAL, SHORT_BIAS], ids=name)
@@ -228,22 +242,27 @@ def test_no_bit_of_a_row_depends_on_its_path_tile_split_or_neighbours(heads: Hea
         differing = int((got.view(torch.int16) != wanted.view(torch.int16)).sum())
         assert not differing, f"{differing} of {got.numel()} bits' places differ: {path} {segments[:4]} {options}"
 
-    check(whole[::-1], "prompt", from_pass=True)
-    for columns in (64, 128):
-        for cuts in ((0, 1700), (0, 1, 64, 65, 511, 512, 513, 1023, 1025, 1700), (0, 777, 1699, 1700)):
+    from_pass = heads.window > 0  # as served
+    check(whole[::-1], "prompt", from_pass=from_pass)
+    is_served = heads.head_dim == 128
+    for columns in (64, 128) if is_served else (heads.config.prompt_columns,):
+        for cuts in ((0, 1, 64, 65, 511, 512, 513, 1023, 1025, 1700), (0, 777, 1699, 1700)):
             chunks = [(0, a, b - a) for a, b in pairwise(cuts)]
             check(chunks, "prompt", columns=columns)
             for chunk in chunks:
-                check([chunk, (1, 1000, 39)], "prompt", columns=columns, from_pass=True)
+                check([chunk, (1, 1000, 39)], "prompt", columns=columns, from_pass=from_pass)
     for count in range(1, 11):
         firsts = (0, 60, 505, 512, 1020, 1024, 1700 - count)
         check([(0, first, count) for first in firsts] + [(1, 1029, 1), (3, 0, 1), (2, 500, count)], "decode")
         check([(0, 1600, count)], "decode", programs=1)
         check([(0, 1600, count)], "decode", programs=3)
-    wide = replace(heads.config, narrow=Launch(False, 4, 3))
     check([(0, p, 1) for p in range(0, 1700, 13)], "decode")
-    check([(0, p, 1) for p in range(0, 1700, 13)], "decode", config=wide)
-    check([(0, 1300, 4), (1, 514, 2)], "decode", config=replace(heads.config, narrow=Launch(True, 8, 2)))
+    if heads is SERVED[0]:
+        wide = replace(heads.config, narrow=Launch(False, 4, 2))
+        check([(0, p, 1) for p in range(0, 1700, 13)], "decode", config=wide)
+        launch = Launch(True, 8, 2)
+        check([(0, 1300, 4), (1, 514, 2)], "decode", config=replace(heads.config, narrow=launch, middle=launch))
+        check(whole, "prompt", config=replace(heads.config, diagonal_apart=not heads.config.diagonal_apart))
 
 
 @pytest.mark.gpu
@@ -251,7 +270,7 @@ def test_offsets_beyond_two_to_the_31(device: str) -> None:
     heads = SERVED[0]
     near, far = Sequences.draw(heads, [600], device), Sequences.draw(heads, [600], device, spare_pages=33_000)
     assert far.key_cache.numel() > 2**31
-    lead = 2**31 // (heads.num_heads * (heads.extent + 2)) + 1
+    lead = 2**31 // (heads.num_heads * bank_width(heads.extent)) + 1
     for path, segment in (("decode", (0, 590, 5)), ("prompt", (0, 300, 300))):
         wanted = near.attend([segment], path)
         assert torch.equal(far.attend([segment], path), wanted), path
@@ -263,7 +282,7 @@ def test_replays_of_a_captured_decode_follow_the_segments(device: str) -> None:
     heads = SERVED[0]
     sequences = Sequences.draw(heads, [1200], device)
     first = [(0, 1100, 4)]
-    q, bank = (sequences.rows(x, first) for x in (sequences.q, sequences.bank))
+    q, bank = sequences.rows(sequences.q, first), sequences.banks(first)
     records, out = sequences.records(first), torch.empty(4, 32 * 128, dtype=torch.bfloat16, device=device)
     parts = SegmentParts.allocate(heads, len(records), 1200, 4, device)
 
@@ -278,7 +297,7 @@ def test_replays_of_a_captured_decode_follow_the_segments(device: str) -> None:
     for segment in ((0, 1100, 4), (0, 3, 4), (0, 1020, 2)):
         records.copy_(sequences.records([segment]))
         rows = sequences.rows(sequences.q, [segment])
-        q[: len(rows)], bank[: len(rows)] = rows, sequences.rows(sequences.bank, [segment])
+        q[: len(rows)], bank[: len(rows)] = rows, sequences.banks([segment])
         graph.replay()
         assert torch.equal(out[: len(rows)], sequences.attend([segment], "decode")), segment
 
