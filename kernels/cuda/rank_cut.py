@@ -19,7 +19,8 @@ from kernels.sampling import MIN_TEMPERATURE, SamplingRows
 _SHIFTS = (20, 10, 0)  # of the digits
 _BINS = (4096, 1024, 1024)
 _ALL_BINS = tl.constexpr(sum(_BINS))
-_FIELDS = tl.constexpr(4)  # of a state: key of the last value, sum above it, its rank among equals, their number
+# of a state: key of the last value, sum above it, its rank among equals, the sum of these
+_FIELDS = tl.constexpr(4)
 _LOWEST = tl.constexpr(-2139095041)  # the key of -inf
 # Logits may have any stride and address: one binary for all, since the width of a load may order a sum.
 ANY_LOGITS = triton.jit(
@@ -79,11 +80,15 @@ def row_maximum(part_max, row, num_tiles, TILES: tl.constexpr):
 
 @triton.jit
 def _scaled_maximum(part_max, row, temperature, num_tiles, TILES: tl.constexpr):
-    return tl.div_rn(row_maximum(part_max, row, num_tiles, TILES), tl.maximum(temperature, LOWEST_TEMPERATURE))
+    return tl.div_rn(
+        row_maximum(part_max, row, num_tiles, TILES), tl.maximum(temperature, LOWEST_TEMPERATURE)
+    )
 
 
 @triton.jit
-def _tile_keys(logits, temperatures, min_ps, part_max, row, ids, stride, vocab_size, num_tiles, TILES: tl.constexpr):
+def _tile_keys(
+    logits, temperatures, min_ps, part_max, row, ids, stride, vocab_size, num_tiles, TILES: tl.constexpr
+):
     """Scaled logits of ``ids``, their keys, and the row's scaled maximum."""
     temperature = tl.load(temperatures + row)
     row_max = _scaled_maximum(part_max, row, temperature, num_tiles, TILES)
@@ -239,7 +244,8 @@ def _last_id_kernel(
                 logits, temperatures, min_ps, part_max, row, ids, stride, vocab_size, num_tiles, TILES
             )  # fmt: skip
             equal = (key == last).to(tl.int32)
-            last_id = tl.min(tl.where((equal > 0) & (before + tl.cumsum(equal, 0) == rank), ids, vocab_size), 0)
+            is_last = (equal > 0) & (before + tl.cumsum(equal, 0) == rank)
+            last_id = tl.min(tl.where(is_last, ids, vocab_size), 0)
     tl.store(cut_values + row, value)
     tl.store(cut_ids + row, last_id)
 
@@ -282,7 +288,9 @@ def digits() -> list[dict[str, int | bool]]:
 
 def _serving(name: str, kernel, flags: dict[str, int | bool]) -> Serving:
     types = dict.fromkeys(("logits", "temperatures", "top_ps", "min_ps", "part_max", "cut_values"), "*fp32")
-    types |= dict.fromkeys(("top_ks", "equals", "cut_ids"), "*i32") | dict.fromkeys(("sums", "states"), "*i64")
+    types |= dict.fromkeys(("top_ks", "equals", "cut_ids"), "*i32") | dict.fromkeys(
+        ("sums", "states"), "*i64"
+    )
     types |= dict.fromkeys(("stride", "vocab_size", "num_tiles"), "i32") | {"needs": "*fp64"}
     signature = {name: types[name] for name in kernel.arg_names if name in types}
     options = {"enable_fp_fusion": False}
@@ -292,7 +300,9 @@ def _serving(name: str, kernel, flags: dict[str, int | bool]) -> Serving:
 _SIZES = {"TILE": 4096, "TILES": 64}
 SERVING = [
     *(
-        _serving(f"{name} {'mass' if flags['BY_MASS'] else 'count'} {flags['SHIFT']}", kernel, {**flags, **sizes})
+        _serving(
+            f"{name} {'mass' if flags['BY_MASS'] else 'count'} {flags['SHIFT']}", kernel, {**flags, **sizes}
+        )
         for flags in digits()
         for name, kernel, sizes in (
             ("digit sums", _digit_sums_kernel, _SIZES),

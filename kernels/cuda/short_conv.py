@@ -45,7 +45,7 @@ CONFIGS: dict[int, ConvConfig] = {  # by width; 132 processors
 
 def conv_config(width: int) -> ConvConfig:
     """The committed configuration of a width, or one for about 16 elements a thread."""
-    warps = row_warps("short_conv_add_norm", width)
+    warps = row_warps(width)
     return CONFIGS.get(width) or ConvConfig(warps, 132 * 16 // warps)
 
 
@@ -85,7 +85,9 @@ def _tapped(b_u, old_1, old_2, old_3, taps, channels, channel, mask):
     """fp32 y of a row from its input and the three before it."""
     total = old_3.to(tl.float32) * tl.load(taps + channel, mask=mask, other=0.0).to(tl.float32)
     total += old_2.to(tl.float32) * tl.load(taps + channels + channel, mask=mask, other=0.0).to(tl.float32)
-    total += old_1.to(tl.float32) * tl.load(taps + 2 * channels + channel, mask=mask, other=0.0).to(tl.float32)
+    total += old_1.to(tl.float32) * tl.load(taps + 2 * channels + channel, mask=mask, other=0.0).to(
+        tl.float32
+    )
     total += b_u.to(tl.float32) * tl.load(taps + 3 * channels + channel, mask=mask, other=0.0).to(tl.float32)
     return total + b_u.to(tl.float32)
 

@@ -84,7 +84,9 @@ def test_many_equal_values_lose_their_highest_ids(device):
 
 def test_top_p_ends_among_the_equals_that_top_k_left(device):
     logits = torch.full((1, 5000), -40.0, device=device)
-    logits[0, 4090:4110] = 2.0  # 20 equals over a border of tiles; top_k leaves 10, half of their mass needs 5
+    logits[0, 4090:4110] = (
+        2.0  # 20 equals over a border of tiles; top_k leaves 10, half of their mass needs 5
+    )
     logits[0, 3] = 1.0
     assert_cut_as_reference(logits, (1.0, 10, 0.5, 0.0))
 
