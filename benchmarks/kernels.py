@@ -43,7 +43,7 @@ class Plan:
 
 def main(
     only: Annotated[list[str] | None, typer.Option(help="parts or ops; a prefix will do, repeatable")] = None,
-    candidates: Annotated[bool, typer.Option(help="time the other configurations too")] = False,
+    candidates: Annotated[bool, typer.Option(help="cells with other configurations alone, and these too")] = False,
     table: Annotated[Path, typer.Option(help="CSV file the rows are appended to")] = TABLE,
     commit: Annotated[str, typer.Option(help="shown in the rows; default: git describe")] = "",
     minutes: Annotated[float, typer.Option(help="no cell starts later than this")] = 60.0,
@@ -96,8 +96,8 @@ def points(plan: Plan) -> list[tuple[Cell, str, Callable[[], Built]]]:
 
     found = []
     for cell in import_module(f"benchmarks.kernel_cells.{plan.part}").cells():
-        if is_wanted(cell):
-            found.append((cell, "table", cell.build))
+        if is_wanted(cell) and (cell.candidates or not plan.with_candidates):
+            found.append((cell, cell.configuration, cell.build))
             if plan.with_candidates:
                 found += [(cell, name, build) for name, build in cell.candidates.items()]
     return found
@@ -140,7 +140,7 @@ def _child(plan: Plan, progress: list[float], deadline: float) -> None:
         row = {"op": cell.op, "shape": cell.shape, "configuration": configuration}
         try:
             row |= measure(build(), float(plan.conditions["read_gbs"]), float(plan.conditions["copy_gbs"]))
-        except (AssertionError, RuntimeError, ValueError, TypeError) as error:
+        except Exception as error:  # also triton's: out of shared memory, no compilation
             row |= dict.fromkeys(FIGURES, "") | {"error": f"{type(error).__name__}: {error}"[:300]}
         append_rows(plan.table, plan.conditions, [row])
         print(_line(row), flush=True)

@@ -32,6 +32,7 @@ class Cell:
     build: Callable[[], Built]
     candidates: dict[str, Callable[[], Built]] = field(default_factory=dict)
     timeout_s: float = 30  # of each build with its compilation, gate and timing
+    configuration: str = "table"  # what ``build`` makes
 
 
 def rotating(make: Callable[[], T], bytes_each: int) -> list[T]:

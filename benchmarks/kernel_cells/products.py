@@ -1,4 +1,7 @@
-"""Products of Inkling-Small and mini: few rows beside cuBLAS, the products of a layer in a row, and prompts."""
+"""Products of Inkling-Small and mini: few rows beside cuBLAS, the products of a layer in a row, and prompts.
+
+"product free" holds other sums of the same shapes, so that the price of row-exactness can be read beside them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernel_cells.cell import Built, Cell, rotating
-from kernels.cuda.configs import ProductConfig, num_segments, product_config, segment_unit
+from kernels.cuda.configs import ProductConfig, default_config, num_segments, product_config
 from kernels.cuda.products import linear
 
 Shape = tuple[int, int]  # N, K of a weight
@@ -27,6 +30,30 @@ MODELS = {
 }
 FEW = (1, 4, 8, 16, 32, 64)
 MANY = (128, 256, 512, 1024, 2048, 4096)
+# Whose other launches are timed: row counts that missed their bound, or nearly.
+TRIED: dict[Shape, tuple[int, ...]] = {
+    (6656, 4096): (64,),
+    (4096, 4096): (64,),
+    (4096, 16384): (64,),
+    (8192, 4096): (64,),
+    (258, 4096): (1,),
+    (3328, 2048): (8, 32, 64),
+    (2048, 2048): (64,),
+    (130, 2048): (1,),
+    (6144, 2048): (64,),
+    (2048, 3072): (64,),
+}
+# K segments that few rows could take instead, if they need not have the bits of many.
+FREE: dict[Shape, tuple[int, ...]] = {
+    (4096, 4096): (1, 4),
+    (4096, 16384): (2,),
+    (258, 4096): (4, 16),
+    (3328, 2048): (1, 4),
+    (2048, 2048): (2, 8),
+    (2048, 8192): (2, 8),
+    (130, 2048): (2, 8),
+    (2048, 3072): (2, 8),
+}
 FEW_BOUND, LAYER_BOUND, PROMPT_BOUND = ">= 0.9 x cuBLAS", ">= 1.0 x cuBLAS", ">= 395 TFLOP/s"
 
 
@@ -77,73 +104,59 @@ def build(
     )
 
 
-def few_row_candidates(n: int, k: int, rows: int) -> dict[str, tuple[ProductConfig, int]]:
-    """Other launches, and other segment counts with the launches that a rule gives them."""
-    block_n, unit, segments = max(16, 1 << (rows - 1).bit_length()), segment_unit(k), num_segments(n, k)
-    small = min(unit, 64)
-    base = ProductConfig(64, block_n, small, 4, 4, segments > 1)
-    shared = 224 << 10
-    tried = []
-    for block_m, block_k, warps, resident, min_rows in (
-        (64, small, 4, 4, 1),
-        (64, unit, 4, 2, 1),
-        (128, small, 4, 2, 1),
-        (64, unit, 4, 1, 1),
-        (128, unit, 8, 1, 17),
-        (128, small, 8, 2, 17),
-        (256, small, 8, 1, 17),
-    ):
-        stages = min(8, shared // resident // ((block_m + block_n) * block_k * 2))
-        if stages >= 3 and rows >= min_rows:
-            blocks = {"block_m": block_m, "block_k": block_k, "num_warps": warps, "num_stages": stages}
-            tried.append(replace(base, **blocks))
-    plain = [tried[0], *tried[2:3]]
-    others = tried[1:2] if rows <= 16 else tried[2:3]
-    tried += [replace(c, is_early=True) for c in plain] + [replace(c, is_bulk=True) for c in tried[:3]]
-    found = {f"{c}": (c, segments) for c in tried}
-    for other in (1, 2, 3, 4, 5, 6, 8, 16):
-        if other != segments and 0.4 <= other / segments <= 2.5 and k // other >= 256:
-            found |= {f"{c} S{other}": (replace(c, is_spread=other > 1), other) for c in others}
+def few_row_candidates(n: int, k: int, rows: int) -> dict[str, ProductConfig]:
+    """Other launches with the same bits, early ones first; none of a cell that is not in TRIED."""
+    if rows not in TRIED.get((n, k), ()):
+        return {}
+    base = product_config(n, k, rows)
+    early = replace(base, is_early=True, ahead=256)
+    tried = [early, replace(early, ahead=0)]
+    if rows < 64:
+        tried.append(replace(early, ahead=512))
+    else:
+        tried += [replace(base, is_bulk=not base.is_bulk), replace(early, num_warps=8)]
+        tried += [replace(early, block_n=32), replace(early, num_stages=3)]  # 3: the next launch fits beside
+    return {f"{config}": config for config in tried}
+
+
+def free_launches(n: int, k: int, rows: int) -> dict[str, tuple[ProductConfig, int]]:
+    """Other sums: what a product that need not be row-exact could launch for this row count, by its K segments."""
+    found = {}
+    for other in FREE.get((n, k), ()) if rows <= FEW[-1] else {1} - {num_segments(n, k)}:
+        config = default_config(n, k, rows, other)
+        for tried in [config, replace(config, block_n=32)] if rows == 64 else [config]:
+            found[f"{tried} S{other}"] = (tried, other)
     return found
-
-
-def many_row_candidates(n: int, k: int) -> dict[str, tuple[ProductConfig, int]]:
-    """Other launches with the same bits; those named "free" have one segment, the best without row-exactness."""
-    segments, block_k = num_segments(n, k), min(segment_unit(k), 64)
-    blocks = [(128, 128, 8, 4), (64, 128, 4, 3), (64, 256, 8, 4), (128, 256, 16, 4), (256, 128, 16, 4)]
-    tried = [ProductConfig(m, n_, block_k, warps, stages, False, is_bulk=True) for m, n_, warps, stages in blocks]
-    tried += [replace(tried[0], group=16), replace(tried[3], group=16), replace(tried[0], is_bulk=False)]
-    wide = [ProductConfig(128, 256, block_k, 8, stages, False, is_bulk=True) for stages in (3, 4)]
-    wide += [ProductConfig(256, 128, block_k, 8, 4, False, is_bulk=True), replace(wide[0], is_bulk=False)]
-    if segments == 1:
-        return {f"{c}": (c, 1) for c in [*tried, *wide]}
-    return {f"{c}": (c, segments) for c in tried} | {f"free {c}": (c, 1) for c in [tried[0], *wide]}
 
 
 def _shape(model: str, name: str, n: int, k: int, rows: int) -> str:
     return f"{model} {name} {rows} x {k} -> {n}"
 
 
-def _builds(n: int, k: int, rows: int, tried: dict[str, tuple[ProductConfig, int]]) -> dict[str, Callable[[], Built]]:
-    return {name: partial(build, n, k, rows, config, segments) for name, (config, segments) in tried.items()}
-
-
 def _cell(model: str, name: str, n: int, k: int, rows: int) -> Cell:
-    if rows <= FEW[-1]:
-        tried = few_row_candidates(n, k, rows) if rows in (8, 64) else {}
-        op, bound = "product few", FEW_BOUND
-    else:
-        tried = many_row_candidates(n, k) if rows == 2048 and n >= 1024 else {}
-        op, bound = "product many", PROMPT_BOUND if rows == 2048 and n >= 1024 else ""
-    shape = _shape(model, name, n, k, rows)
-    return Cell(op, shape, partial(build, n, k, rows, bound=bound), _builds(n, k, rows, tried))
+    op = "product few" if rows <= FEW[-1] else "product many"
+    bound = FEW_BOUND if rows <= FEW[-1] else PROMPT_BOUND if rows == 2048 and n >= 1024 else ""
+    tried = {label: partial(build, n, k, rows, config) for label, config in few_row_candidates(n, k, rows).items()}
+    return Cell(op, _shape(model, name, n, k, rows), partial(build, n, k, rows, bound=bound), tried)
 
 
-def build_layer(shapes: Sequence[Shape], rows: int, is_early: bool | None = None) -> Built:
-    """Every product of a layer, one after another, on its own input; ``is_early``: instead of the table's choice."""
+def _free_cells(model: str, name: str, n: int, k: int) -> list[Cell]:
+    """The same shapes as the other cells: row-exactness costs table us / the least us of the shape, less 1."""
+    found = []
+    for rows in (8, 64, 2048):
+        bound = "exact <= 1.05 x free" if rows <= FEW[-1] else "exact <= 1.15 x free"
+        for label, (config, segments) in free_launches(n, k, rows).items():
+            shape = _shape(model, name, n, k, rows)
+            run = partial(build, n, k, rows, config, segments, bound)
+            found.append(Cell("product free", shape, run, configuration=label))
+    return found
+
+
+def build_layer(shapes: Sequence[Shape], rows: int, ahead: int | None = None) -> Built:
+    """Every product of a layer, one after another, on its own input; ``ahead``: all launched early, asking for it."""
     configs = [product_config(n, k, rows) for n, k in shapes]
-    if is_early is not None:
-        configs = [replace(config, is_early=is_early) for config in configs]
+    if ahead is not None:
+        configs = [replace(config, is_early=True, ahead=ahead) for config in configs]
     parts = [build(n, k, rows, config) for (n, k), config in zip(shapes, configs, strict=True)]
     sets = min(len(part.runs) for part in parts)
 
@@ -164,17 +177,17 @@ def build_layer(shapes: Sequence[Shape], rows: int, is_early: bool | None = None
 def cells() -> list[Cell]:
     found = []
     for model, (attention, dense, sparse) in MODELS.items():
-        for name, (n, k) in (attention | dense | sparse).items():
-            if (model, name) != ("small", "shared w2"):  # the shape of o
-                found += [_cell(model, name, n, k, rows) for rows in FEW]
+        products = attention | dense | sparse
+        if model == "small":
+            del products["shared w2"]  # the shape of o
+        for name, (n, k) in products.items():
+            found += [_cell(model, name, n, k, rows) for rows in (*FEW, *MANY)]
+            found += _free_cells(model, name, n, k)
         for kind, others in (("dense", dense), ("sparse", sparse)):
             shapes = [*attention.values(), *others.values()]
             for rows in FEW:
-                tried = {"early": partial(build_layer, shapes, rows, True)}
+                early = {f"early{ahead}": partial(build_layer, shapes, rows, ahead) for ahead in (0, 256)}
                 shape = f"{model} {kind} {rows} rows"
+                tried = early if rows in (8, 64) else {}
                 found.append(Cell("product layer", shape, partial(build_layer, shapes, rows), tried))
-    for model, (attention, dense, sparse) in MODELS.items():
-        for name, (n, k) in (attention | dense | sparse).items():
-            if (model, name) != ("small", "shared w2"):
-                found += [_cell(model, name, n, k, rows) for rows in MANY]
     return found

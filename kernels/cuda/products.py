@@ -11,6 +11,7 @@ segments of a tile one after another in one program.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -52,19 +53,23 @@ def _step(w, x, first_m, first_t, start, is_weight, is_row, acc, MASK_M: tl.cons
 
 
 @triton.jit
-def _wait_for_inputs(w, m, first, last, N: tl.constexpr, K: tl.constexpr, BULK: tl.constexpr):
-    """Lets the next launch begin, asks the second-level cache for the first weights, and waits for the last launch.
+def _wait_for_inputs(
+    weights, first_m, first, last, N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, AHEAD: tl.constexpr
+):
+    """Lets the next launch begin, asks the L2 for AHEAD elements of every weight row, and waits for the last launch.
 
     Weights never depend on an earlier launch; x, out, partials and counters may, and are touched after this alone.
     """
     gdc_launch_dependents()
-    if not BULK:
-        k = first + tl.arange(0, 16) * 64  # one element of each line of 128 bytes
-        addresses = (w + m.to(tl.int64)[:, None] * K + k[None, :]).to(tl.int64)
+    if AHEAD > 0:
+        parts: tl.constexpr = 256 // BLOCK_M  # of a row: one request a thread or two
+        lane = tl.arange(0, 256)
+        m, k = first_m + lane // parts, first + lane % parts * (AHEAD // parts)
+        size = tl.where(m < N, tl.maximum(tl.minimum(AHEAD // parts, last - k), 0), 0) * 2  # bytes
         tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
+            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
             "=r,l,r",
-            [addresses, ((m < N)[:, None] & (k < last)[None, :]).to(tl.int32)],
+            [(weights + m.to(tl.int64) * K + k).to(tl.int64), size],
             dtype=tl.int32,
             is_pure=False,
             pack=1,
@@ -85,6 +90,7 @@ def _store_rows(out, total, first_m, first_t, num_rows, N: tl.constexpr, BLOCK_M
 def _spread_kernel(
     x,  # bf16 [T, K]
     w,  # bf16 [N, K]
+    weights,  # w by pointer, for what is asked ahead
     out,  # [T, N]
     partials,  # fp32 [tiles, SEGMENTS, BLOCK_M, BLOCK_N]
     counters,  # int32 [tiles], zero between launches
@@ -98,6 +104,7 @@ def _spread_kernel(
     BLOCK_K: tl.constexpr,
     BULK: tl.constexpr,  # x and w are tensor descriptors of the blocks
     EARLY: tl.constexpr,  # launched before the last launch has ended
+    AHEAD: tl.constexpr,
 ):
     """One program a (weight tile, segment, row tile)."""
     segment = tl.program_id(1)
@@ -106,7 +113,7 @@ def _spread_kernel(
     units: tl.constexpr = K // UNIT
     first, last = segment * units // SEGMENTS * UNIT, (segment + 1) * units // SEGMENTS * UNIT
     if EARLY:
-        _wait_for_inputs(w, m, first, last, N, K, BULK)
+        _wait_for_inputs(weights, first_m, first, last, N, K, BLOCK_M, AHEAD)
     w_block, x_block = _blocks(x, w, m, t, K, BLOCK_K, BULK)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in tl.range(first, last, BLOCK_K):
@@ -133,6 +140,7 @@ def _spread_kernel(
 def _whole_kernel(
     x,  # bf16 [T, K]
     w,  # bf16 [N, K]
+    weights,  # w by pointer, for what is asked ahead
     out,  # [T, N]
     num_rows,
     N: tl.constexpr,
@@ -144,6 +152,7 @@ def _whole_kernel(
     BLOCK_K: tl.constexpr,
     BULK: tl.constexpr,  # x and w are tensor descriptors of the blocks
     EARLY: tl.constexpr,  # launched before the last launch has ended
+    AHEAD: tl.constexpr,
     GROUP: tl.constexpr,
 ):
     """One program an output tile; GROUP weight tiles walk the row tiles together, so that both stay in the L2."""
@@ -161,7 +170,7 @@ def _whole_kernel(
     segment = 0
     last = units // SEGMENTS * UNIT  # where the segment ends
     if EARLY:
-        _wait_for_inputs(w, m, 0, last, N, K, BULK)
+        _wait_for_inputs(weights, first_m, 0, K, N, K, BLOCK_M, AHEAD)
     w_block, x_block = _blocks(x, w, m, t, K, BLOCK_K, BULK)
     for start in tl.range(0, K, BLOCK_K):
         acc = _step(
@@ -210,9 +219,11 @@ def linear(
     if not rows:
         return out
     config = config or product_config(n, k, rows)
+    if not x.is_cuda:  # the interpreter runs one launch after another
+        config = replace(config, is_early=False)
     segments = segments or num_segments(n, k)
     blocks = {"BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k}
-    blocks |= {"BULK": config.is_bulk, "EARLY": config.is_early}
+    blocks |= {"BULK": config.is_bulk, "EARLY": config.is_early, "AHEAD": config.ahead}
     shape = {"N": n, "K": k, "UNIT": segment_unit(k), "SEGMENTS": segments}
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, "launch_pdl": config.is_early}
     num_m, num_n = -(-n // config.block_m), -(-rows // config.block_n)
@@ -221,18 +232,18 @@ def linear(
         x_side = TensorDescriptor.from_tensor(x, [config.block_n, config.block_k])
         w_side = TensorDescriptor.from_tensor(w, [config.block_m, config.block_k])
     if not config.is_spread:
-        _whole_kernel[(num_m * num_n,)](x_side, w_side, out, rows, **shape, **blocks, GROUP=config.group, **options)
+        _whole_kernel[(num_m * num_n,)](x_side, w_side, w, out, rows, **shape, **blocks, GROUP=config.group, **options)
         return out
     if num_m * num_n > MAX_TILES:
         raise ValueError(f"{num_m * num_n} tiles, at most {MAX_TILES} in a spread launch; take a whole one")
     size = num_m * num_n * segments * config.block_m * config.block_n if segments > 1 else 1
     partials = torch.empty(size, dtype=torch.float32, device=x.device)
     grid = (num_m, segments, num_n)
-    _spread_kernel[grid](x_side, w_side, out, partials, _counters(x.device), rows, **shape, **blocks, **options)
+    _spread_kernel[grid](x_side, w_side, w, out, partials, _counters(x.device), rows, **shape, **blocks, **options)
     return out
 
 
-_TYPES = {"x": "*bf16", "w": "*bf16", "out": "*bf16", "num_rows": "i32"}
+_TYPES = {"x": "*bf16", "w": "*bf16", "weights": "*bf16", "out": "*bf16", "num_rows": "i32"}
 _SPREAD_TYPES = {**_TYPES, "partials": "*fp32", "counters": "*i32"}
 
 
@@ -241,7 +252,8 @@ def serving(n: int, k: int, rows: int, config: ProductConfig | None = None, out:
     config = config or product_config(n, k, rows)
     kernel, types = (_spread_kernel, _SPREAD_TYPES) if config.is_spread else (_whole_kernel, _TYPES)
     values = {"N": n, "K": k, "UNIT": segment_unit(k), "SEGMENTS": num_segments(n, k), "BLOCK_M": config.block_m}
-    values |= {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "BULK": config.is_bulk, "EARLY": config.is_early}
+    values |= {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "BULK": config.is_bulk}
+    values |= {"EARLY": config.is_early, "AHEAD": config.ahead}
     if config.is_bulk:
         sides = {"x": config.block_n, "w": config.block_m}
         types = types | {name: f"tensordesc<bf16[{side}, {config.block_k}]>" for name, side in sides.items()}
@@ -259,9 +271,9 @@ def serving(n: int, k: int, rows: int, config: ProductConfig | None = None, out:
     )
 
 
-# Every configuration of Inkling-Small and mini: one row count of each class.
+# Every configuration of Inkling-Small and mini: row counts of each class.
 SERVING = [
     serving(n, k, rows, out="*fp32" if n < 1024 else "*bf16")
     for n, k in SEGMENTS
-    for rows in (1, 32, 64, 128, 2048)
+    for rows in {product_config(n, k, rows): rows for rows in (1, 32, 64, 128, 512, 2048)}.values()
 ]

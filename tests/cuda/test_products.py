@@ -24,6 +24,14 @@ from kernels.cuda.products import _counters, linear
 
 SMALL = [(48, 16), (64, 48), (258, 512), (192, 1024), (96, 768)]  # (N, K): the demo's and the tests' widths
 SERVED = sorted(SEGMENTS)
+# On a GPU, where each launch is compiled: one served shape for every path through the table and the kernels.
+PATHS = [
+    (6656, 4096),  # one segment
+    (4096, 4096),  # two, spread
+    (4096, 16384),  # four, tall tiles of 8 warps; spread up to 128 rows
+    (258, 4096),  # a ragged last weight tile
+    (2048, 3072),  # defaults at every row count
+]
 
 
 def integers(rows: int, n: int, k: int, device: str, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -45,12 +53,14 @@ def poisoned(rows: int, n: int, device: str, dtype: torch.dtype = torch.float32)
 def launches(n: int, k: int) -> list[ProductConfig]:
     """Different launches of one shape: their bits have to agree."""
     block_k = min(segment_unit(k), 64)
-    found = [default_config(n, k, rows) for rows in (1, 17, 64, 65, 300, 5000)]
+    found = [default_config(n, k, rows, num_segments(n, k)) for rows in (1, 17, 64, 65, 300, 5000)]
+    found += [ProductConfig(128, 128, block_k, 8, 3, True), ProductConfig(64, 64, block_k, 8, 3, True)]
     found += [ProductConfig(64, block_n, min(block_k, 32), 4, 3, False) for block_n in (16, 64)]
     found += [ProductConfig(64, 256, min(block_k, 32), 8, 3, False)]
     found += [ProductConfig(128, 256, block_k, 16, 3, False, is_bulk=True)]
-    found += [replace(found[i], is_bulk=True) for i in (1, 4, 6, 7)]
-    return found + [ProductConfig(128, 32, block_k, 8, 2, True), ProductConfig(128, 64, block_k, 4, 2, False, group=3)]
+    found += [replace(found[i], is_bulk=True) for i in (1, 4, 6, 8)]
+    found += [ProductConfig(128, 32, block_k, 8, 2, True), ProductConfig(128, 64, block_k, 4, 2, False, group=3)]
+    return list(dict.fromkeys(found))
 
 
 def check_against_float64(n: int, k: int, rows: int, device: str) -> None:
@@ -103,7 +113,7 @@ def check_graph_replay(n: int, k: int, device: str, rows: tuple[int, ...] = (1, 
 
 def check_early_launches(n: int, k: int, device: str, length: int = 8) -> None:
     """A chain of products, each reading what the last one wrote, gives the same bits when launches overlap."""
-    for rows in (1, 16, 64, 300):
+    for rows in (1, 64, 300):
         x, w = reals(rows, n, k, device)
         back = reals(k, 1, n, device, 2)[0]  # [K, N]: to the width of the input
         steps = [(w, n, k), (back, k, n)] * length
@@ -111,7 +121,7 @@ def check_early_launches(n: int, k: int, device: str, length: int = 8) -> None:
         def chain(is_early: bool, x=x, steps=steps, rows=rows) -> list[Tensor]:
             found = [x]
             for weight, width, depth in steps:
-                config = replace(product_config(width, depth, rows), is_early=is_early)
+                config = replace(product_config(width, depth, rows), is_early=is_early, ahead=256 * is_early)
                 found.append(linear(found[-1], weight, config=config))
             return found
 
@@ -197,13 +207,13 @@ def test_segments_and_blocks_of_every_configuration_cut_k_evenly(n, k):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("n", "k"), SERVED)
+@pytest.mark.parametrize(("n", "k"), PATHS)
 def test_served_shapes_are_bit_equal_at_every_row_count(n, k, device):
     check_rows_exact(n, k, [*range(1, 257), 512, 2048], device)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("n", "k"), SERVED)
+@pytest.mark.parametrize(("n", "k"), [(258, 4096), (6144, 2048)])
 def test_served_shapes_are_bit_equal_in_every_launch(n, k, device):
     x, w = reals(200, n, k, device)
     wanted = linear(x, w, poisoned(200, n, device))
@@ -212,7 +222,7 @@ def test_served_shapes_are_bit_equal_in_every_launch(n, k, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("n", "k"), SERVED)
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (258, 4096)])
 def test_served_shapes_are_within_their_bound_and_replay(n, k, device):
     for rows in (1, 64, 300):
         check_against_float64(n, k, rows, device)
@@ -220,9 +230,8 @@ def test_served_shapes_are_within_their_bound_and_replay(n, k, device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (2048, 2048), (3328, 2048), (16384, 2048)])
-def test_early_launches_wait_for_what_the_last_one_wrote(n, k, device):
-    check_early_launches(n, k, device)
+def test_early_launches_wait_for_what_the_last_one_wrote(device):
+    check_early_launches(3328, 2048, device)
 
 
 @pytest.mark.gpu
