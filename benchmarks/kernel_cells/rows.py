@@ -227,7 +227,7 @@ CONV_CANDIDATES = {
         ConvConfig(16, 132 * 2, 4, 64),
     ),
     6144: (
-        ConvConfig(16, 132, 4),
+        ConvConfig(16, 132, 3),
         ConvConfig(16, 132 * 2, 3),
         ConvConfig(32, 132, 3, 64),
         ConvConfig(8, 132, 4),

@@ -39,7 +39,7 @@ class ConvConfig:
 CONFIGS: dict[int, ConvConfig] = {  # by width; 132 processors
     2048: ConvConfig(8, 132 * 3, 4),
     4096: ConvConfig(8, 132 * 2, 4, 128),
-    6144: ConvConfig(16, 132, 3),
+    6144: ConvConfig(16, 132, 4),
 }
 
 

@@ -133,8 +133,8 @@ def test_the_batch_changes_no_token_and_no_log_sum(device):
 @pytest.mark.parametrize("vocab", [4096, 32768, 200_058])
 def test_real_vocabularies_draw_the_reference_s_tokens(vocab, device):
     filters = [GREEDY, PLAIN, MIN_P, TOP_K, TOP_P, BOTH] * 8
-    for scale in (1.0, 4.0):
-        logits = logits_of(len(filters), vocab, scale, device)
+    for scale, ties in ((1.0, False), (4.0, False), (4.0, True)):
+        logits = logits_of(len(filters), vocab, scale, device, ties)
         assert_as_reference(logits, filters)
         whole = draw(logits, rows_of(filters, device))
         for first in range(0, len(filters), 7):
