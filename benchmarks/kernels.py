@@ -65,7 +65,7 @@ def main(
         "copy_gbs": round(copy / 1e9),
     }
     print(", ".join(f"{name} {value}" for name, value in conditions.items()), flush=True)
-    header = f"{'us':>9} {'GB/s':>6} {'%read':>5} {'TF/s':>6} {'ref us':>8} {'ratio':>5}"
+    header = f"{'us':>9} {'GB/s':>6} {'%read':>5} {'%copy':>5} {'TF/s':>6} {'ref us':>8} {'ratio':>5}"
     print(f"{'op':20} {'shape':34} {'configuration':22} {header}", flush=True)
     for part in PARTS:
         if (Path(__file__).parent / "kernel_cells" / f"{part}.py").exists():
@@ -139,7 +139,7 @@ def _child(plan: Plan, progress: list[float], deadline: float) -> None:
         progress[0], progress[2] = index, 1.0
         row = {"op": cell.op, "shape": cell.shape, "configuration": configuration}
         try:
-            row |= measure(build(), float(plan.conditions["read_gbs"]))
+            row |= measure(build(), float(plan.conditions["read_gbs"]), float(plan.conditions["copy_gbs"]))
         except Exception as error:  # also triton's: out of shared memory, no compilation
             row |= dict.fromkeys(FIGURES, "") | {"error": f"{type(error).__name__}: {error}"[:300]}
         append_rows(plan.table, plan.conditions, [row])
@@ -149,10 +149,10 @@ def _child(plan: Plan, progress: list[float], deadline: float) -> None:
             os._exit(3)  # the context is broken: the next child carries on
 
 
-FIGURES = ("us", "gbs", "percent_of_read", "tflops", "reference_us", "ratio", "bound")
+FIGURES = ("us", "gbs", "percent_of_read", "percent_of_copy", "tflops", "reference_us", "ratio", "bound")
 
 
-def measure(built: Built, read_gbs: float) -> dict[str, object]:
+def measure(built: Built, read_gbs: float, copy_gbs: float) -> dict[str, object]:
     """The row of one configuration; AssertionError when its gate fails."""
     from benchmarks.kernel_cells.ceilings import seconds_per_run
 
@@ -164,6 +164,7 @@ def measure(built: Built, read_gbs: float) -> dict[str, object]:
         "us": round(seconds * 1e6, 2),
         "gbs": round(gbs),
         "percent_of_read": round(100 * gbs / read_gbs, 1),
+        "percent_of_copy": round(100 * gbs / copy_gbs, 1),
         "tflops": round(built.flops / seconds / 1e12, 1),
         "reference_us": round(reference[0] * 1e6, 2) if reference else "",
         "ratio": round(reference[0] / seconds, 3) if reference else "",  # above 1: faster than the reference
@@ -176,7 +177,7 @@ def _line(row: dict[str, object]) -> str:
     head = f"{row['op']:20} {row['shape']:34} {row['configuration']:22} "
     if row["error"]:
         return head + str(row["error"])
-    figures = f"{row['us']:9} {row['gbs']:6} {row['percent_of_read']:5} {row['tflops']:6} "
+    figures = f"{row['us']:9} {row['gbs']:6} {row['percent_of_read']:5} {row['percent_of_copy']:5} {row['tflops']:6} "
     return head + figures + f"{row['reference_us']:>8} {row['ratio']:>5}  {row['bound']}"
 
 

@@ -25,9 +25,9 @@ def too_large() -> Built:
 
 def test_a_configuration_that_fails_is_a_row_and_the_next_is_measured(monkeypatch, tmp_path):
     cells = [Cell("op", "1 x 2", built, {"wide": too_large, "narrow": built})]
-    plan = kernels.Plan("part", (), True, tmp_path / "t.csv", {"read_gbs": 1})
+    plan = kernels.Plan("part", (), True, tmp_path / "t.csv", {"read_gbs": 1, "copy_gbs": 1})
     monkeypatch.setattr(kernels, "import_module", lambda _: type("Part", (), {"cells": staticmethod(lambda: cells)}))
-    monkeypatch.setattr(kernels, "measure", lambda built, read_gbs: dict(FIGURES))
+    monkeypatch.setattr(kernels, "measure", lambda built, *ceilings: dict(FIGURES))
     kernels._child(plan, [0.0, 0.0, 0.0], time.monotonic() + 60)
     with (tmp_path / "t.csv").open() as file:
         rows = list(csv.DictReader(file))

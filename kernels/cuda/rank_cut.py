@@ -1,8 +1,9 @@
 """Where top_k and top_p cut a row of logits: the last value and id that they leave, without a sort.
 
-A first launch keeps, for every tile of ids, the keys and masses of those near the row's largest; a second bisects the
-keys of a row, then the ids of equal keys, by counts (top_k) or masses (top_p): over the candidates where these hold
-the cut, otherwise over the whole row. Counts and masses are integers, so no order changes a sum.
+Radix selection over many programs a row. The image of a value among the int32, ordered as the values are, has three
+digits, of 12, 10 and 10 bits. Per digit one launch adds up the numbers (top_k) or masses (top_p) of the values that
+share the digits found so far, and another takes the digit in which the sum from above reaches what is needed. Of
+values equal to the last one, those with the lowest ids stay. Sums are integers, so no order changes one.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ from torch import Tensor
 from kernels.cuda.compile import Serving
 from kernels.sampling import MIN_TEMPERATURE, SamplingRows
 
-_CANDIDATES = 256  # slots of a tile
-_MAX_BLOCK = 4096  # values of one step of the cut: integer sums, so any will do
-_REACH = tl.constexpr(12.0)  # a candidate is within e^-12 of the largest probability
+_SHIFTS = (20, 10, 0)  # of the digits
+_BINS = (4096, 1024, 1024)
+_ALL_BINS = tl.constexpr(sum(_BINS))
+# of a state: key of the last value, sum above it, its rank among equals, the sum of these
+_FIELDS = tl.constexpr(4)
 _LOWEST = tl.constexpr(-2139095041)  # the key of -inf
 # Logits may have any stride and address: one binary for all, since the width of a load may order a sum.
 ANY_LOGITS = triton.jit(
@@ -51,6 +54,12 @@ def ordered_key(x):
 
 
 @triton.jit
+def _value(key):
+    """fp32 whose ``ordered_key`` is ``key``."""
+    return tl.where(key >= 0, key, key ^ 0x7FFFFFFF).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def scaled_logits(logits, temperature, row_max, min_p):
     """Logits over the temperature, -inf below min_p; ``row_max`` is scaled."""
     x = tl.div_rn(logits, tl.zeros_like(logits) + temperature)
@@ -70,172 +79,175 @@ def row_maximum(part_max, row, num_tiles, TILES: tl.constexpr):
 
 
 @triton.jit
-def _ranked(temperature, top_k, top_p, vocab_size):
-    return (temperature > 0) & (((top_k > 0) & (top_k < vocab_size)) | (top_p < 1))
+def _scaled_maximum(part_max, row, temperature, num_tiles, TILES: tl.constexpr):
+    return tl.div_rn(
+        row_maximum(part_max, row, num_tiles, TILES), tl.maximum(temperature, LOWEST_TEMPERATURE)
+    )
+
+
+@triton.jit
+def _tile_keys(
+    logits, temperatures, min_ps, part_max, row, ids, stride, vocab_size, num_tiles, TILES: tl.constexpr
+):
+    """Scaled logits of ``ids``, their keys, and the row's scaled maximum."""
+    temperature = tl.load(temperatures + row)
+    row_max = _scaled_maximum(part_max, row, temperature, num_tiles, TILES)
+    x = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < vocab_size, other=float("-inf"))
+    x = scaled_logits(x, tl.maximum(temperature, LOWEST_TEMPERATURE), row_max, tl.load(min_ps + row))
+    return x, ordered_key(x), row_max
+
+
+@triton.jit
+def _cuts(temperatures, top_ks, top_ps, row, vocab_size):
+    """(top_k cuts, top_p cuts) of a row."""
+    sampled, top_k = tl.load(temperatures + row) > 0, tl.load(top_ks + row)
+    return sampled & (top_k > 0) & (top_k < vocab_size), sampled & (tl.load(top_ps + row) < 1)
 
 
 @ANY_LOGITS
-def _candidates_kernel(
-    logits, temperatures, top_ks, top_ps, min_ps, part_max, found_keys, found_masses, found_ids, found_count, masses,
-    stride, vocab_size, num_tiles, TILE: tl.constexpr, TILES: tl.constexpr, SLOTS: tl.constexpr,
+def _digit_sums_kernel(
+    logits, temperatures, top_ks, top_ps, min_ps, part_max, sums, states, stride, vocab_size, num_tiles,
+    BY_MASS: tl.constexpr, FIRST: tl.constexpr, SHIFT: tl.constexpr, BINS: tl.constexpr, OFFSET: tl.constexpr,
+    TILE: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Keys and masses of a tile's ids near the row's largest, in order of id; their number; the tile's mass."""
+    """Adds a tile's numbers or masses, by digit, of values above -inf whose higher digits are those found."""
     tile, row = tl.program_id(0), tl.program_id(1)
-    temperature = tl.load(temperatures + row)
-    if _ranked(temperature, tl.load(top_ks + row), tl.load(top_ps + row), vocab_size):
-        temperature = tl.maximum(temperature, LOWEST_TEMPERATURE)
-        row_max = tl.div_rn(row_maximum(part_max, row, num_tiles, TILES), temperature)
+    by_count, by_mass = _cuts(temperatures, top_ks, top_ps, row, vocab_size)
+    if by_mass if BY_MASS else by_count:
         ids = tile * TILE + tl.arange(0, TILE)
-        x = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < vocab_size, other=float("-inf"))
-        scaled = scaled_logits(x, temperature, row_max, tl.load(min_ps + row))
-        near = scaled >= row_max - _REACH
-        place = tl.cumsum(near.to(tl.int32), 0) - 1
-        at = row * num_tiles + tile
-        slots = at.to(tl.int64) * SLOTS
-        slot = tl.arange(0, SLOTS)
-        count = tl.sum(near.to(tl.int32), 0)
-        tl.store(found_keys + slots + slot, tl.full((SLOTS,), _LOWEST, tl.int32), mask=slot >= count)
-        tl.store(found_masses + slots + slot, tl.zeros((SLOTS,), tl.int64), mask=slot >= count)
-        stored = near & (place < SLOTS)
-        mass = _mass(scaled, row_max)
-        tl.store(found_keys + slots + place, ordered_key(scaled), mask=stored)
-        tl.store(found_masses + slots + place, mass, mask=stored)
-        tl.store(found_ids + slots + place, ids, mask=stored)
-        tl.store(found_count + at, count)
-        tl.store(masses + at * 2, tl.sum(mass, 0))
-        tl.store(masses + at * 2 + 1, tl.sum(tl.where(near, mass, 0), 0))
-
-
-@triton.jit
-def _measure(
-    keys, masses, logits, count, temperature, row_max, min_p, cut_key, cut_index, key, index,
-    FITS: tl.constexpr, BY_MASS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """fp64 number (or mass) of the values at or before both cuts: larger key, or same key and index not above.
-
-    Values are the candidates where they suffice (FITS), otherwise the whole row.
-    """
-    total = tl.zeros((BLOCK,), tl.int64)
-    for start in range(0, count, BLOCK):
-        i = start + tl.arange(0, BLOCK)
-        if FITS:
-            k = tl.load(keys + i, mask=i < count, other=_LOWEST)
-            mass = tl.load(masses + i, mask=i < count, other=0)
-        else:
-            x = tl.load(logits + i, mask=i < count, other=float("-inf"))
-            x = scaled_logits(x, temperature, row_max, min_p)
-            k, mass = ordered_key(x), _mass(x, row_max)
-        inside = (k > cut_key) | ((k == cut_key) & (i <= cut_index))
-        inside = inside & ((k > key) | ((k == key) & (i <= index))) & (i < count)
-        total += tl.where(inside, mass if BY_MASS else 1, 0)
-    return tl.sum(total, 0).to(tl.float64)
-
-
-@triton.jit
-def _cut(
-    keys, masses, logits, count, temperature, row_max, min_p, cut_key, cut_index, lowest, need,
-    FITS: tl.constexpr, BY_MASS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """(key, index) of the last value, by descending key and ascending index, that reaches ``need``."""
-    low, high, last = lowest, ordered_key(row_max).to(tl.int64), count.to(tl.int64) - 1
-    while low < high:
-        middle = low + (high - low + 1) // 2
-        reached = _measure(
-            keys, masses, logits, count, temperature, row_max, min_p, cut_key, cut_index, middle, last,
-            FITS, BY_MASS, BLOCK,
+        x, key, row_max = _tile_keys(
+            logits, temperatures, min_ps, part_max, row, ids, stride, vocab_size, num_tiles, TILES
         )  # fmt: skip
-        low = tl.where(reached >= need, middle, low)
-        high = tl.where(reached >= need, high, middle - 1)
-    key = low
-    tied = _measure(
-        keys, masses, logits, count, temperature, row_max, min_p, key, last, key, last, FITS, False, BLOCK
-    ) - _measure(
-        keys, masses, logits, count, temperature, row_max, min_p, key, last, key + 1, -1, FITS, False, BLOCK
-    )  # fmt: skip
-    low, high = tl.where(tied > 1, 0, last), last
+        state = states + row * (2 * _FIELDS)
+        counted = key > _LOWEST
+        if BY_MASS:
+            counted = counted & (key >= tl.load(state))  # of top_k
+            weight = _mass(x, row_max)
+            counted = counted & (weight > 0)
+        else:
+            weight = tl.full((TILE,), 1, tl.int64)
+        if FIRST:
+            digit = (key >> SHIFT) + BINS // 2
+        else:
+            found = tl.load(state + _FIELDS * BY_MASS).to(tl.int32)
+            digit = (key >> SHIFT) & (BINS - 1)
+            counted = counted & ((key >> SHIFT) - digit == (found >> SHIFT))
+        to = sums + (row * 2 + BY_MASS).to(tl.int64) * _ALL_BINS + OFFSET + digit
+        tl.atomic_add(to, weight, mask=counted, sem="relaxed")
+
+
+@triton.jit
+def _last_rank(need, above, mass, limit):
+    """Smallest number of equal masses that, on top of ``above``, reaches ``need``."""
+    low, high = tl.full((), 1, tl.int64), limit.to(tl.int64)
     while low < high:
         middle = (low + high) // 2
-        reached = _measure(
-            keys, masses, logits, count, temperature, row_max, min_p, cut_key, cut_index, key, middle,
-            FITS, BY_MASS, BLOCK,
-        )  # fmt: skip
-        high = tl.where(reached >= need, middle, high)
-        low = tl.where(reached >= need, low, middle + 1)
-    return key, low
-
-
-@triton.jit
-def _limits(
-    keys, masses, logits, count, temperature, row_max, min_p, top_k, top_p, has_k, mass, lowest,
-    FITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """(key, index) of the last value that top_k, then top_p leave; ``mass`` is the whole row's."""
-    key, index = tl.full((), _LOWEST, tl.int64), count.to(tl.int64) - 1
-    if has_k:
-        key, index = _cut(
-            keys, masses, logits, count, temperature, row_max, min_p, key, index, lowest, top_k.to(tl.float64),
-            FITS, False, BLOCK,
-        )  # fmt: skip
-        mass = _measure(
-            keys, masses, logits, count, temperature, row_max, min_p, key, index, key, index, FITS, True, BLOCK
-        )  # fmt: skip
-    if top_p < 1:
-        key, index = _cut(
-            keys, masses, logits, count, temperature, row_max, min_p, key, index, lowest,
-            top_p.to(tl.float64) * mass, FITS, True, BLOCK,
-        )  # fmt: skip
-    return key, index
+        reached = (above + middle * mass).to(tl.float64) >= need
+        high = tl.where(reached, middle, high)
+        low = tl.where(reached, low, middle + 1)
+    return low
 
 
 @ANY_LOGITS
-def _row_cut_kernel(
-    logits, temperatures, top_ks, top_ps, min_ps, part_max, found_keys, found_masses, found_ids, found_count, masses,
-    cut_values, cut_ids, stride, vocab_size, num_tiles,
-    TILES: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr,
+def _take_digit_kernel(
+    temperatures, top_ks, top_ps, part_max, sums, states, needs, vocab_size, num_tiles,
+    BY_MASS: tl.constexpr, FIRST: tl.constexpr, SHIFT: tl.constexpr, BINS: tl.constexpr, OFFSET: tl.constexpr,
+    TILES: tl.constexpr,
 ):  # fmt: skip
-    """The last value and id that top_k and top_p leave, among the candidates where these suffice."""
+    """The digit of the last value that top_k (or top_p) leaves; after the last digit its rank among equals."""
     row = tl.program_id(0)
-    temperature, top_k, top_p = tl.load(temperatures + row), tl.load(top_ks + row), tl.load(top_ps + row)
-    if _ranked(temperature, top_k, top_p, vocab_size):
-        temperature = tl.maximum(temperature, LOWEST_TEMPERATURE)
-        min_p = tl.load(min_ps + row)
-        row_max = tl.div_rn(row_maximum(part_max, row, num_tiles, TILES), temperature)
-        has_k = (top_k > 0) & (top_k < vocab_size)
-        tile = tl.arange(0, TILES)
-        at = row * num_tiles + tile
-        counts = tl.load(found_count + at, mask=tile < num_tiles, other=0)
-        mass = tl.sum(tl.load(masses + at * 2, mask=tile < num_tiles, other=0), 0).to(tl.float64)
-        near = tl.sum(tl.load(masses + at * 2 + 1, mask=tile < num_tiles, other=0), 0).to(tl.float64)
-        enough = tl.where(has_k, tl.sum(counts, 0) >= top_k, near >= top_p.to(tl.float64) * mass)
-        fits = enough & (tl.max(counts, 0) <= SLOTS)
-        slots = row.to(tl.int64) * num_tiles * SLOTS
-        keys, row_masses, x = found_keys + slots, found_masses + slots, logits + row.to(tl.int64) * stride
-        if fits:
-            lowest = ordered_key(row_max - _REACH).to(tl.int64)
-            key, index = _limits(
-                keys, row_masses, x, num_tiles * SLOTS, temperature, row_max, min_p, top_k, top_p, has_k, mass,
-                lowest, True, BLOCK,
-            )  # fmt: skip
+    by_count, by_mass = _cuts(temperatures, top_ks, top_ps, row, vocab_size)
+    of_k = states + row * (2 * _FIELDS)
+    state = of_k + _FIELDS * BY_MASS
+    if by_mass if BY_MASS else by_count:
+        row_max = _scaled_maximum(part_max, row, tl.load(temperatures + row), num_tiles, TILES)
+        bins = tl.arange(0, BINS)
+        sum_of = tl.load(sums + (row * 2 + BY_MASS).to(tl.int64) * _ALL_BINS + OFFSET + bins)
+        total = tl.sum(sum_of, 0)
+        above, found = tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+        if not FIRST:
+            found, above = tl.load(state), tl.load(state + 1)
+        if not BY_MASS:
+            need = tl.load(top_ks + row).to(tl.float64)
+        elif FIRST:  # of the equals at its end, top_k leaves some
+            beyond = tl.maximum(tl.load(of_k + 3) - tl.load(of_k + 2), 0)
+            left = total - beyond * _mass(_value(tl.load(of_k).to(tl.int32)), row_max)
+            need = tl.load(top_ps + row).to(tl.float64) * left.to(tl.float64)
+            tl.store(needs + row, need)
         else:
-            lowest = tl.full((), _LOWEST, tl.int64)
-            key, index = _limits(
-                keys, row_masses, x, vocab_size, temperature, row_max, min_p, top_k, top_p, has_k, mass,
-                lowest, False, BLOCK,
+            need = tl.load(needs + row)
+        from_here = above + total - tl.cumsum(sum_of, 0) + sum_of
+        digit = tl.max(tl.where(from_here.to(tl.float64) >= need, bins, -1), 0)
+        if FIRST:  # too few values above -inf: all stay
+            digit = tl.where(digit < 0, (_LOWEST >> SHIFT) + BINS // 2, digit)
+            found = (digit - BINS // 2).to(tl.int64) << SHIFT
+        else:
+            digit = tl.where(digit < 0, (_LOWEST >> SHIFT) & (BINS - 1), digit)
+            found = found | (digit.to(tl.int64) << SHIFT)
+        above += tl.sum(tl.where(bins > digit, sum_of, 0), 0)
+        tl.store(state, found)
+        tl.store(state + 1, above)
+        if SHIFT == 0:
+            if BY_MASS:
+                rank = _last_rank(need, above, _mass(_value(found.to(tl.int32)), row_max), vocab_size)
+            else:
+                rank = tl.load(top_ks + row).to(tl.int64) - above
+            tl.store(state + 2, rank)
+            tl.store(state + 3, tl.sum(tl.where(bins == digit, sum_of, 0), 0))
+    elif BY_MASS:
+        for field in tl.static_range(3):
+            tl.store(state + field, tl.load(of_k + field))
+    else:  # every value stays
+        tl.store(state, tl.full((), _LOWEST, tl.int64))
+        tl.store(state + 2, vocab_size.to(tl.int64))
+        tl.store(state + 3, tl.zeros((), tl.int64))
+
+
+@ANY_LOGITS
+def _count_equals_kernel(
+    logits, temperatures, top_ks, top_ps, min_ps, part_max, states, equals, stride, vocab_size, num_tiles,
+    TILE: tl.constexpr, TILES: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """Number of a tile's values equal to the last value."""
+    tile, row = tl.program_id(0), tl.program_id(1)
+    by_count, by_mass = _cuts(temperatures, top_ks, top_ps, row, vocab_size)
+    if by_count | by_mass:
+        ids = tile * TILE + tl.arange(0, TILE)
+        _, key, _ = _tile_keys(
+            logits, temperatures, min_ps, part_max, row, ids, stride, vocab_size, num_tiles, TILES
+        )  # fmt: skip
+        last = tl.load(states + (row * 2 + 1) * FIELDS).to(tl.int32)
+        tl.store(equals + row * num_tiles + tile, tl.sum(((key == last) & (key > _LOWEST)).to(tl.int32), 0))
+
+
+@ANY_LOGITS
+def _last_id_kernel(
+    logits, temperatures, top_ks, top_ps, min_ps, part_max, states, equals, cut_values, cut_ids,
+    stride, vocab_size, num_tiles, TILE: tl.constexpr, TILES: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """The last value and the last id that has it, of each row."""
+    row = tl.program_id(0)
+    value, last_id = tl.full((), float("-inf"), tl.float32), vocab_size
+    by_count, by_mass = _cuts(temperatures, top_ks, top_ps, row, vocab_size)
+    if by_count | by_mass:
+        state = states + (row * 2 + 1) * FIELDS
+        last, rank = tl.load(state).to(tl.int32), tl.load(state + 2)
+        value = _value(last)
+        tile = tl.arange(0, TILES)
+        counts = tl.load(equals + row * num_tiles + tile, mask=tile < num_tiles, other=0)
+        if tl.sum(counts, 0) > rank:
+            through = tl.cumsum(counts, 0)
+            holds = (through >= rank) & (through - counts < rank)
+            before = tl.sum(tl.where(holds, through - counts, 0), 0)
+            ids = tl.sum(tl.where(holds, tile, 0), 0) * TILE + tl.arange(0, TILE)
+            _, key, _ = _tile_keys(
+                logits, temperatures, min_ps, part_max, row, ids, stride, vocab_size, num_tiles, TILES
             )  # fmt: skip
-        bits = key.to(tl.int32)
-        bits = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
-        # an index in unused slots is the end of a tile; the ids before it are those of the used ones
-        chosen = tl.load(found_ids + slots + index, mask=fits, other=0)
-        chosen = tl.where(index == num_tiles.to(tl.int64) * SLOTS - 1, vocab_size, chosen)
-        tl.store(cut_values + row, bits.to(tl.float32, bitcast=True))
-        tl.store(cut_ids + row, tl.where(fits, chosen, index.to(tl.int32)))
-    else:
-        tl.store(cut_values + row, float("-inf"))
-        tl.store(cut_ids + row, vocab_size)
-
-
-def _cut_warps(block: int) -> int:
-    return max(4, block // 256)
+            equal = (key == last).to(tl.int32)
+            is_last = (equal > 0) & (before + tl.cumsum(equal, 0) == rank)
+            last_id = tl.min(tl.where(is_last, ids, vocab_size), 0)
+    tl.store(cut_values + row, value)
+    tl.store(cut_ids + row, last_id)
 
 
 def cut_rows(
@@ -244,41 +256,59 @@ def cut_rows(
     """Writes the last value [R] fp32 and id [R] int32 left in each row; ``part_max [R, tiles]`` of raw logits."""
     num_rows, vocab_size = logits.shape
     num_tiles = part_max.shape[1]
-    slots = (num_rows, num_tiles, _CANDIDATES)
-    found_keys, found_ids = logits.new_empty(2, *slots, dtype=torch.int32).unbind(0)
-    found_masses = logits.new_empty(slots, dtype=torch.int64)
-    found_count = torch.empty_like(part_max, dtype=torch.int32)
-    masses = logits.new_empty(num_rows, num_tiles, 2, dtype=torch.int64)
-    filters = (rows.temperature, rows.top_k, rows.top_p, rows.min_p)
-    sizes = (logits.stride(0), vocab_size, num_tiles)
-    tiles = triton.next_power_of_2(num_tiles)
-    block = min(_MAX_BLOCK, tiles * _CANDIDATES)
-    _candidates_kernel[(num_tiles, num_rows)](
-        logits, *filters, part_max, found_keys, found_masses, found_ids, found_count, masses, *sizes,
-        TILE=tile, TILES=tiles, SLOTS=_CANDIDATES, num_warps=16, enable_fp_fusion=False,
-    )  # fmt: skip
-    _row_cut_kernel[(num_rows,)](
-        logits, *filters, part_max, found_keys, found_masses, found_ids, found_count, masses, cut_values, cut_ids,
-        *sizes,
-        TILES=tiles, SLOTS=_CANDIDATES, BLOCK=block, num_warps=_cut_warps(block), enable_fp_fusion=False,
+    sums = logits.new_zeros(num_rows, 2, _ALL_BINS.value, dtype=torch.int64)
+    states = logits.new_empty(num_rows, 2, _FIELDS.value, dtype=torch.int64)
+    needs = logits.new_empty(num_rows, dtype=torch.float64)
+    equals = torch.empty_like(part_max, dtype=torch.int32)
+    cuts = (rows.temperature, rows.top_k, rows.top_p)
+    tiles, sizes = triton.next_power_of_2(num_tiles), (logits.stride(0), vocab_size, num_tiles)
+    grid, options = (num_tiles, num_rows), {"TILES": tiles, "num_warps": 8, "enable_fp_fusion": False}
+    for digit in digits():
+        _digit_sums_kernel[grid](
+            logits, *cuts, rows.min_p, part_max, sums, states, *sizes, TILE=tile, **digit, **options
+        )  # fmt: skip
+        _take_digit_kernel[(num_rows,)](
+            *cuts, part_max, sums, states, needs, vocab_size, num_tiles, **digit, **options
+        )  # fmt: skip
+    options |= {"TILE": tile, "FIELDS": _FIELDS.value}
+    _count_equals_kernel[grid](logits, *cuts, rows.min_p, part_max, states, equals, *sizes, **options)
+    _last_id_kernel[(num_rows,)](
+        logits, *cuts, rows.min_p, part_max, states, equals, cut_values, cut_ids, *sizes, **options
     )  # fmt: skip
 
 
-def _serving(kernel, flags: dict[str, int], num_warps: int) -> Serving:
+def digits() -> list[dict[str, int | bool]]:
+    """Compile-time values of the launches, in order: the digits of top_k, then those of top_p."""
+    return [
+        {"BY_MASS": by_mass, "FIRST": i == 0, "SHIFT": _SHIFTS[i], "BINS": _BINS[i], "OFFSET": sum(_BINS[:i])}
+        for by_mass in (False, True)
+        for i in range(len(_BINS))
+    ]
+
+
+def _serving(name: str, kernel, flags: dict[str, int | bool]) -> Serving:
     types = dict.fromkeys(("logits", "temperatures", "top_ps", "min_ps", "part_max", "cut_values"), "*fp32")
-    types |= dict.fromkeys(("top_ks", "found_keys", "found_ids", "found_count", "cut_ids"), "*i32")
-    types |= dict.fromkeys(("found_masses", "masses"), "*i64")
-    types |= dict.fromkeys(("stride", "vocab_size", "num_tiles"), "i32")
+    types |= dict.fromkeys(("top_ks", "equals", "cut_ids"), "*i32") | dict.fromkeys(
+        ("sums", "states"), "*i64"
+    )
+    types |= dict.fromkeys(("stride", "vocab_size", "num_tiles"), "i32") | {"needs": "*fp64"}
     signature = {name: types[name] for name in kernel.arg_names if name in types}
     options = {"enable_fp_fusion": False}
-    return Serving(
-        f"sampling {kernel.__name__}", kernel, signature, flags, num_warps=num_warps, options=options
-    )
+    return Serving(f"sampling {name}", kernel, signature, flags, num_warps=8, options=options)
 
 
+_SIZES = {"TILE": 4096, "TILES": 64}
 SERVING = [
-    _serving(_candidates_kernel, {"TILE": 4096, "TILES": 64, "SLOTS": _CANDIDATES}, 16),
-    _serving(
-        _row_cut_kernel, {"TILES": 64, "SLOTS": _CANDIDATES, "BLOCK": _MAX_BLOCK}, _cut_warps(_MAX_BLOCK)
+    *(
+        _serving(
+            f"{name} {'mass' if flags['BY_MASS'] else 'count'} {flags['SHIFT']}", kernel, {**flags, **sizes}
+        )
+        for flags in digits()
+        for name, kernel, sizes in (
+            ("digit sums", _digit_sums_kernel, _SIZES),
+            ("take digit", _take_digit_kernel, {"TILES": 64}),
+        )
     ),
+    _serving("count equals", _count_equals_kernel, {**_SIZES, "FIELDS": _FIELDS.value}),
+    _serving("last id", _last_id_kernel, {**_SIZES, "FIELDS": _FIELDS.value}),
 ]

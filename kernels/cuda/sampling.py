@@ -62,14 +62,18 @@ def _draw_kernel(
         x = scaled_logits(x, temperature, row_max, tl.load(min_ps + row))
         cut_value, cut_id = tl.load(cut_values + row), tl.load(cut_ids + row)
         x = tl.where((x > cut_value) | ((x == cut_value) & (ids <= cut_id)), x, float("-inf"))
-        block = tile * (TILE // 4) + tl.arange(0, TILE // 4)
-        w0, w1, w2, w3 = philox_block(block, tl.load(positions + row), tl.load(seeds + row))
-        words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (TILE,))
-        score = gumbel(words) + x
-        largest = tl.max(score, 0)
         at = row * num_tiles + tile
-        tl.store(drawn + at, largest)
-        tl.store(drawn_id + at, tl.min(tl.where(score == largest, ids, 2147483647), 0))
+        if tl.max(x, 0) > float("-inf"):
+            block = tile * (TILE // 4) + tl.arange(0, TILE // 4)
+            w0, w1, w2, w3 = philox_block(block, tl.load(positions + row), tl.load(seeds + row))
+            words = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (TILE,))
+            score = gumbel(words) + x
+            largest = tl.max(score, 0)
+            tl.store(drawn + at, largest)
+            tl.store(drawn_id + at, tl.min(tl.where(score == largest, ids, 2147483647), 0))
+        else:  # nothing left in this tile: no noise
+            tl.store(drawn + at, float("-inf"))
+            tl.store(drawn_id + at, tile * TILE)
 
 
 @triton.jit
@@ -108,7 +112,7 @@ def sample(
     """One token per row: ``logits [R, V']`` fp32 (rows may be strided) -> ``tokens [R]`` int64 or int32.
 
     Also ``row_max [R]`` and ``log_sum [R]`` fp32, so that log_prob(i) = (x_i - row_max) - log_sum. ``rows`` None: all
-    greedy. ``ranked`` False: the caller knows that no row uses top_k or top_p, which saves two launches.
+    greedy. ``ranked`` False: the caller knows that no row uses top_k or top_p, which saves their launches.
     """
     num_rows, vocab_size = logits.shape
     assert logits.dtype == torch.float32 and logits.stride(1) == 1, (logits.dtype, logits.stride())

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cuda.norm import add_norm, dual_norm_cat, embed_norm, rms_norm
+from kernels.cuda.norm import NormConfig, add_norm, dual_norm_cat, embed_norm, rms_norm
 
 EPS = 1e-6
 VOCAB = 50
@@ -38,7 +38,9 @@ def assert_rounded(found: Tensor, expected: Tensor) -> None:
     assert ((found.double() - expected).abs() <= expected.abs() * (2**-8 + 2**-19) + 1e-30).all()
 
 
-def run_all(t: int, width: int, device: str, order: Tensor | None = None) -> list[Tensor]:
+def run_all(
+    t: int, width: int, device: str, order: Tensor | None = None, config: NormConfig | None = None
+) -> list[Tensor]:
     """Outputs of every op for the first ``t`` of 256 rows (of those rows in ``order``)."""
     x, y = (random(256, width, seed=s, device=device) for s in (1, 2))
     weight, other = (random(width, seed=s, device=device) for s in (3, 4))
@@ -49,10 +51,10 @@ def run_all(t: int, width: int, device: str, order: Tensor | None = None) -> lis
     normed, embedded, chained, added = (poisoned(t, width, device=device) for _ in range(4))
     both = poisoned(t, 2 * width, device=device)
     total = x.clone()
-    rms_norm(x, weight, EPS, normed)
-    embed_norm(ids, table, weight, EPS, embedded, other, chained)
-    add_norm(total, y, weight, EPS, added)
-    dual_norm_cat(x, other, ids, table, weight, other, EPS, both)
+    rms_norm(x, weight, EPS, normed, config)
+    embed_norm(ids, table, weight, EPS, embedded, other, chained, config)
+    add_norm(total, y, weight, EPS, added, config)
+    dual_norm_cat(x, other, ids, table, weight, other, EPS, both, config)
     assert_rounded(normed, exact(x, weight))
     assert_rounded(embedded, exact(table[ids.long()], weight))
     assert_rounded(chained, exact(embedded, other))
@@ -76,6 +78,15 @@ def check_norms_are_row_exact(device: str) -> None:
 
 def test_norms_round_once_and_rows_keep_their_bits_in_every_batch(device):
     check_norms_are_row_exact(device)
+
+
+def test_the_length_of_a_program_s_run_changes_no_bit(device):
+    for width in widths(device):
+        t = counts(device)[-1]
+        whole = run_all(t, width, device, config=NormConfig(4, t, 3))  # runs of one row
+        for programs in (1, 2, 7):  # 9 rows: one run of 9, two of 5 and 4, five of 2 and the last of 1
+            found = run_all(t, width, device, config=NormConfig(4, programs, 3))
+            assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
 
 
 def test_an_embedding_without_a_norm_is_the_table_and_id_minus_one_is_zero(device):

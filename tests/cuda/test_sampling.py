@@ -75,14 +75,33 @@ def test_top_k_and_top_p_leave_the_reference_s_ids(filters, ties, device):
     assert_cut_as_reference(logits_of(1, 300, 2.0, device, ties), filters)
 
 
-def test_a_flat_row_has_too_many_candidates_and_is_cut_whole(device):
+def test_many_equal_values_lose_their_highest_ids(device):
     assert_cut_as_reference(logits_of(1, 700, 0.5, device, ties=True), (1.0, 650, 0.99, 0.0))
+    equal = torch.full((1, 9000), -1.25, device=device)  # over three tiles
+    for filters in ((1.0, 5000, 1.0, 0.0), (1.0, 0, 0.7, 0.0), (1.0, 5000, 0.9, 0.0)):
+        assert_cut_as_reference(equal, filters)
 
 
-def test_a_long_tail_below_every_candidate_still_counts(device):
+def test_top_p_ends_among_the_equals_that_top_k_left(device):
+    logits = torch.full((1, 5000), -40.0, device=device)
+    logits[0, 4090:4110] = (
+        2.0  # 20 equals over a border of tiles; top_k leaves 10, half of their mass needs 5
+    )
+    logits[0, 3] = 1.0
+    assert_cut_as_reference(logits, (1.0, 10, 0.5, 0.0))
+
+
+def test_a_long_tail_still_counts(device):
     logits = torch.zeros(1, 4000, device=device)
-    logits[0, 7] = 13.0  # the only candidate, with 99.1 % of the mass
+    logits[0, 7] = 13.0  # 99.1 % of the mass
     assert_cut_as_reference(logits, (1.0, 0, 0.995, 0.0))
+
+
+def test_a_top_k_beyond_the_finite_values_leaves_them_all(device):
+    logits = torch.full((1, 600), -torch.inf, device=device)
+    logits[0, 100:120] = torch.linspace(-3, 2, 20, device=device)
+    assert_as_reference(logits, [(1.0, 50, 1.0, 0.0)])
+    assert_as_reference(logits, [(1.0, 50, 0.8, 0.0)])
 
 
 def test_min_p_leaves_the_reference_s_ids(device):
@@ -114,8 +133,8 @@ def test_the_batch_changes_no_token_and_no_log_sum(device):
 @pytest.mark.parametrize("vocab", [4096, 32768, 200_058])
 def test_real_vocabularies_draw_the_reference_s_tokens(vocab, device):
     filters = [GREEDY, PLAIN, MIN_P, TOP_K, TOP_P, BOTH] * 8
-    for scale in (1.0, 4.0):
-        logits = logits_of(len(filters), vocab, scale, device)
+    for scale, ties in ((1.0, False), (4.0, False), (4.0, True)):
+        logits = logits_of(len(filters), vocab, scale, device, ties)
         assert_as_reference(logits, filters)
         whole = draw(logits, rows_of(filters, device))
         for first in range(0, len(filters), 7):

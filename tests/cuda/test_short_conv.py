@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.cuda.short_conv import ConvConfig, conv_config, short_conv_add_norm
+from kernels.cuda.short_conv import conv_config, short_conv_add_norm
 from tests.cuda.step_rows import Segment, chunked, make_step
 
 EPS, KEEP_AFTER, PAGE, LENGTH, SLOTS = 1e-6, 2, 8, 64, 4
@@ -57,7 +58,7 @@ def step_of(
     )
     out = torch.full_like(x, float("nan"))
     config = conv_config(width)
-    config = config if programs is None else ConvConfig(config.num_warps, programs, config.max_registers)
+    config = config if programs is None else replace(config, programs=programs)
     arguments = (weight, EPS, out) if norm else ()
     short_conv_add_norm(u, x, taps, cache, step.rows, step.pages, PAGE, KEEP_AFTER, *arguments, config=config)
     if padded:
