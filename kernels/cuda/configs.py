@@ -16,8 +16,7 @@ PROCESSORS = 132  # multiprocessors
 FULL = 96  # programs that keep the memory busy
 SHARED_BYTES = 220 << 10  # of a multiprocessor, for the stages of its programs
 FEW_ROWS = 64  # up to here the weights' bytes are the cost
-EARLY_ROWS = 0  # up to here launches are early
-AHEAD = 256  # elements of K that they ask the L2 for
+EARLY_ROWS = range(33, 65)  # where an early launch pays; with fewer rows it costs as much as it saves
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,9 @@ class ProductConfig:
     is_spread: bool
     group: int = 8  # weight tiles that walk the token tiles together (many rows)
     is_early: bool = False  # programmatic dependent launch: starts while the last launch ends
-    ahead: int = 0  # elements of K a weight row that an early launch asks the L2 for as it waits, a multiple of 256
+    ahead: int = (
+        0  # elements of K a weight row that an early launch asks the L2 for as it waits, a multiple of 256
+    )
     is_bulk: bool = False  # blocks come by the bulk tensor copy engine
 
     def __str__(self) -> str:
@@ -73,6 +74,10 @@ def _spread(block_n: int, block_k: int, stages: int, is_bulk: bool = False) -> P
     return ProductConfig(64, block_n, block_k, 4, stages, True, is_bulk=is_bulk)
 
 
+def _early(config: ProductConfig, ahead: int = 0) -> ProductConfig:
+    return replace(config, is_early=True, ahead=ahead)
+
+
 # One program a multiprocessor: deep pipelines of wide blocks.
 _ALONE = ((16, _whole(16, 128, 5)), (32, _whole(32, 128, 6, True)), (64, _whole(64, 128, 6, True)))
 
@@ -84,10 +89,20 @@ CONFIGS: dict[tuple[int, int], tuple[tuple[int, ProductConfig], ...]] = {
     (4096, 4096): ((16, _spread(16, 128, 5)), (32, _spread(32, 128, 6)), (64, _spread(64, 128, 6, True))),
     (32768, 4096): ((16, _whole(16, 64, 5)), (64, _whole(64, 64, 3, True))),
     (16384, 2048): ((16, _whole(16, 128, 5, True)), (64, _whole(64, 128, 3, True))),
-    (258, 4096): ((64, _spread(16, 128, 5)),),  # the weight is small: read again for every 16 rows
-    (130, 2048): ((64, _spread(16, 128, 5)),),
-    (3328, 2048): ((16, _spread(16, 128, 5)),),
-    (2048, 2048): ((16, _spread(16, 128, 5)),),
+    (258, 4096): (
+        (64, _early(_spread(16, 128, 5), 512)),
+    ),  # the weight is small: read again for every 16 rows
+    (130, 2048): ((64, _early(_spread(16, 128, 5), 512)),),
+    (3328, 2048): (
+        (16, _spread(16, 128, 5)),
+        (32, _spread(32, 128, 6)),
+        (64, _early(_spread(64, 128, 6), 256)),
+    ),
+    (2048, 2048): (
+        (16, _spread(16, 128, 5)),
+        (32, _spread(32, 128, 6)),
+        (64, _early(ProductConfig(64, 64, 128, 8, 6, True), 256)),
+    ),
 }
 
 
@@ -111,18 +126,16 @@ def product_config(n: int, k: int, rows: int) -> ProductConfig:
     """The configuration of ``rows`` rows times a weight ``[N, K]``."""
     for limit, config in CONFIGS.get((n, k), ()):
         if rows <= limit:
-            return _early(config, rows)
+            return _early(config) if rows in EARLY_ROWS and not config.is_early else config
     return default_config(n, k, rows, num_segments(n, k))
 
 
 def default_config(n: int, k: int, rows: int, segments: int) -> ProductConfig:
     """What shapes without an entry run with, by row count."""
-    config = _few_rows(n, k, rows, segments) if rows <= FEW_ROWS else _many_rows(n, k, rows, segments)
-    return _early(config, rows)
-
-
-def _early(config: ProductConfig, rows: int) -> ProductConfig:
-    return replace(config, is_early=True, ahead=AHEAD) if rows <= EARLY_ROWS else config
+    if rows > FEW_ROWS:
+        return _many_rows(n, k, rows, segments)
+    config = _few_rows(n, k, rows, segments)
+    return _early(config) if rows in EARLY_ROWS else config
 
 
 def _few_rows(n: int, k: int, rows: int, segments: int) -> ProductConfig:

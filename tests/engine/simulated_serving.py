@@ -10,7 +10,6 @@ from inkling.engine.draft_length import AutoDraftLength, DraftLength, choose_len
 from inkling.engine.draft_window import DraftWindow
 from inkling.engine.scheduler import Segment
 
-
 MAX_DEPTHS = 8
 
 
@@ -55,8 +54,8 @@ class SimulatedSequence:
 
 class Simulation:
     """``batch`` sequences at all times, until ``num_tokens`` are out. ``acceptance(tokens so far)``: of a draft
-    whose predecessors stood; whether one stands is the same at every length, so runs compare. By the clock one call in 50 takes three times as long and all vary by a few percent;
-    throughput counts the stated times."""
+    whose predecessors stood; whether one stands is the same at every length, so runs compare. By the clock one call
+    in 50 takes three times as long and all vary by a few percent; throughput counts the stated times."""
 
     def __init__(
         self,
