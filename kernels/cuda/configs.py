@@ -87,8 +87,16 @@ CONFIGS: dict[tuple[int, int], tuple[tuple[int, ProductConfig], ...]] = {
     (8192, 4096): _ALONE,
     (6144, 2048): _ALONE,
     (4096, 4096): ((16, _spread(16, 128, 5)), (32, _spread(32, 128, 6)), (64, _spread(64, 128, 6, True))),
-    (32768, 4096): ((16, _whole(16, 64, 5)), (64, _whole(64, 64, 3, True))),
-    (16384, 2048): ((16, _whole(16, 128, 5, True)), (64, _whole(64, 128, 3, True))),
+    (32768, 4096): (
+        (16, _whole(16, 64, 5)),
+        (32, ProductConfig(128, 32, 64, 4, 5, False)),
+        (64, _whole(64, 64, 3, True)),
+    ),
+    (16384, 2048): (
+        (16, _whole(16, 128, 5, True)),
+        (32, ProductConfig(128, 32, 128, 8, 5, False)),
+        (64, _whole(64, 128, 3, True)),
+    ),
     (258, 4096): (
         (64, _early(_spread(16, 128, 5), 512)),
     ),  # the weight is small: read again for every 16 rows

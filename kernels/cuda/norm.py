@@ -34,14 +34,10 @@ class NormConfig:
 
 # Where measurements chose other than 16 elements a thread and a program for each row. 132 processors.
 CONFIGS: dict[tuple[str, int], NormConfig] = {
-    ("rms_norm", 6144): NormConfig(8, 132 * 2, 4),
-    ("rms_norm", 2048): NormConfig(4, 132 * 4, 4),
-    ("embed_norm", 4096): NormConfig(8, 132 * 2, 4),
-    ("embed_norm", 6144): NormConfig(8, 132 * 2, 4),
-    ("embed_norm", 2048): NormConfig(4, 132 * 4, 4),
+    ("rms_norm", 6144): NormConfig(8),
+    ("embed_norm", 6144): NormConfig(8),
     ("dual_norm_cat", 4096): NormConfig(8, max_registers=40),
-    ("dual_norm_cat", 6144): NormConfig(8, 132, 4),
-    ("dual_norm_cat", 2048): NormConfig(4, 132 * 2, 4),
+    ("dual_norm_cat", 6144): NormConfig(8),
 }
 ALIGNMENT = 16  # bytes; the vector width, and with it the order of a sum, must not depend on an address
 

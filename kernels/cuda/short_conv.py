@@ -37,9 +37,9 @@ class ConvConfig:
 
 
 CONFIGS: dict[int, ConvConfig] = {  # by width; 132 processors
-    2048: ConvConfig(8, 132 * 3, 4),
-    4096: ConvConfig(8, 132 * 2, 4, 128),
-    6144: ConvConfig(16, 132, 4),
+    2048: ConvConfig(4, 132 * 4, 4, 128),
+    4096: ConvConfig(8, 132 * 2, 3, 128),
+    6144: ConvConfig(8, 132, 4),
 }
 
 
