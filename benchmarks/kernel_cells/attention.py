@@ -73,7 +73,9 @@ class Inputs:
     def flops(self) -> int:
         return 4 * self.sequences * self.visible * self.heads.num_heads * self.heads.head_dim
 
-    def decode(self, parts: SegmentParts, config: AttentionConfig | None, programs: int | None = None) -> Tensor:
+    def decode(
+        self, parts: SegmentParts, config: AttentionConfig | None, programs: int | None = None
+    ) -> Tensor:
         return decode_attention(
             self.heads, self.q, self.bank, self.key_cache, self.value_cache, self.page_table, self.segments, parts,
             self.out, self.rows, programs, config,
@@ -116,7 +118,9 @@ class Inputs:
             weights = torch.softmax(scores, -1)[:, None]
             wanted, size = (weights @ values).flatten(), (weights @ values.abs()).flatten()
             error = (got[row].double() - wanted).abs()
-            assert (error <= 2.0**-8 * size + 2.0**-9 * wanted.abs() + 2.0**-16 * size).all(), f"{error.max():.2e}"
+            assert (error <= 2.0**-8 * size + 2.0**-9 * wanted.abs() + 2.0**-16 * size).all(), (
+                f"{error.max():.2e}"
+            )
         self.out.fill_(float("nan"))
         assert torch.equal(other(), got), "other bits than by the other path"
 
@@ -146,7 +150,9 @@ def _build(
     sets = [first, *rotating(partial(Inputs.draw, heads, sequences, keys, rows), first.bytes)[1:]]
     share = programs and -(-programs // (sequences * heads.num_kv))  # of one sequence and KV head
     decodes = [partial(x.decode, x.parts(config), config, share) for x in (sets[:1] if is_prompt else sets)]
-    prompts = [partial(x.prompt, x.tiles(columns), columns, config) for x in (sets if is_prompt else sets[:1])]
+    prompts = [
+        partial(x.prompt, x.tiles(columns), columns, config) for x in (sets if is_prompt else sets[:1])
+    ]
     runs, other = (prompts, decodes[0]) if is_prompt else (decodes, prompts[0])
     comparable = rows == 1 or rows == keys
     return Built(
@@ -167,7 +173,6 @@ def _tried(base: AttentionConfig) -> dict[str, dict]:
     )  # fmt: skip
     configs = {
         "128 / 128": lone,
-        "128 / 128, 1 stage": replace(lone, narrow=Launch(True, 4, 1)),
         "128 / 128, 8 warps": replace(lone, narrow=Launch(True, 8, 2)),
         "128 / 128, diagonal apart": replace(lone, diagonal_apart=True),
         "128 / 64": replace(base, segment=128),
@@ -189,7 +194,9 @@ def _cell(
     build = partial(_build, heads, sequences, keys, rows, bound, is_prompt)
     tried = _tried(heads.config)
     kind = f"W{heads.window}" if heads.window else "full"
-    what = f"{sequences} x {keys} keys, {rows} rows, {heads.num_heads}/{heads.num_kv} x {heads.head_dim} {kind}"
+    what = (
+        f"{sequences} x {keys} keys, {rows} rows, {heads.num_heads}/{heads.num_kv} x {heads.head_dim} {kind}"
+    )
     op = "attention prompt" if is_prompt else "attention decode"
     return Cell(op, what, build, {name: partial(build, **tried[name]) for name in names})
 
@@ -197,9 +204,19 @@ def _cell(
 def cells() -> list[Cell]:
     lone, half, double, apart = "128 / 128", "128 / 64", "512 / 64", "diagonal apart"
     decodes = [
-        _cell(SMALL_FULL, 64, 8192, 1, ">= 75 % of the read ceiling", lone, double, "528 programs", "2112 programs"),
-        _cell(SMALL_FULL, 1, 8192, 1, "<= 20 us", lone, f"{lone}, 1 stage", half, double),
-        _cell(SHARD_FULL, 1, 8192, 1, "<= 10 us", lone, f"{lone}, 8 warps", f"{lone}, 1 stage", half),
+        _cell(
+            SMALL_FULL,
+            64,
+            8192,
+            1,
+            ">= 75 % of the read ceiling",
+            lone,
+            double,
+            "528 programs",
+            "2112 programs",
+        ),
+        _cell(SMALL_FULL, 1, 8192, 1, "<= 20 us", lone, half, double),
+        _cell(SHARD_FULL, 1, 8192, 1, "<= 10 us", lone, f"{lone}, 8 warps", half),
         _cell(SMALL_FULL, 1, 8192, 4, ""),
         _cell(SMALL_FULL, 16, 8192, 9, "", "4 warps"),
         _cell(SMALL_FULL, 64, 8192, 5, "", lone, double, "3 stages", "8 warps"),
