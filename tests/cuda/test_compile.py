@@ -13,7 +13,7 @@ import pytest
 from kernels.cuda import compile as compiler
 
 ROOT = Path(__file__).parents[2]
-MODULES = sorted(p.stem for p in (ROOT / "kernels" / "cuda").glob("*.py") if "\nSERVING" in p.read_text())
+MODULES = sorted(p.stem for p in (ROOT / "kernels" / "cuda").glob("*.py") if "\nSERVING = " in p.read_text())
 
 
 @pytest.mark.parametrize("module", MODULES)
