@@ -32,7 +32,7 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/cpu.py
+	$(BIN)/python -m benchmarks.cpu
 
 clean:
 	rm -rf .venv

@@ -24,8 +24,8 @@ from typing import Annotated
 
 import torch
 import typer
-from results import append_rows
 
+from benchmarks.results import append_rows
 from inkling.client import stream_http
 from inkling.server import RunningServer, ServerOptions
 from inkling.settings import Settings

@@ -20,8 +20,8 @@ from typing import Annotated
 
 import numpy as np
 import typer
-from results import append_rows
 
+from benchmarks.results import append_rows
 from inkling.deployment import Deployment
 from inkling.engine.channel import Session
 from inkling.engine.draft_length import AutoDraftLength

@@ -21,8 +21,8 @@ from typing import Annotated
 import numpy as np
 import tritonclient.http
 import typer
-from results import append_rows
 
+from benchmarks.results import append_rows
 from inkling import tritonserver
 from inkling.client import stream_http
 from inkling.engine.channel import Session

@@ -30,8 +30,8 @@ from random import Random
 from typing import Annotated
 
 import typer
-from results import append_rows
 
+from benchmarks.results import append_rows
 from inkling.client import stream_http
 from inkling.server import RunningServer, ServerOptions
 from inkling.settings import Settings

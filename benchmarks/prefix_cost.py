@@ -18,9 +18,9 @@ from random import Random
 from typing import Annotated
 
 import typer
-from draft_length import CHECKPOINT, ROOT, Models, run
-from results import append_rows
 
+from benchmarks.draft_length import CHECKPOINT, ROOT, Models, run
+from benchmarks.results import append_rows
 from inkling.settings import Settings
 from inkling.text import load_tokenizer
 
