@@ -87,6 +87,7 @@ def test_answers_follow_the_product_of_their_rows(models: LocalModels, name: str
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)  # seconds; a shared machine takes its time
 @pytest.mark.parametrize("name", PAIRS)
 def test_answers_under_every_pair_of_settings_follow_the_product_of_their_rows(
     models: LocalModels, name: str
