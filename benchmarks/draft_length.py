@@ -21,7 +21,7 @@ from typing import Annotated
 import numpy as np
 import typer
 
-from benchmarks.results import append_rows
+from benchmarks.results import append_rows, print_table
 from inkling.deployment import Deployment
 from inkling.engine.channel import Session
 from inkling.engine.draft_length import AutoDraftLength
@@ -158,9 +158,7 @@ def main(
     conditions |= {"clock": clock.__name__}
     conditions |= {"prompts": num_prompts, "tokens": max_tokens, "rounds": rounds}
     append_rows(TABLE, conditions, rows)
-    print("| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
-    for row in rows:
-        print("| " + " | ".join(str(value) for value in row.values()) + " |")
+    print_table(rows)
     missed = [row for row in rows if row["length"] == "auto" and float(row["of_best_fixed"]) < BOUND]
     for row in missed:
         print(

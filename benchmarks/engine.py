@@ -22,7 +22,7 @@ import numpy as np
 import tritonclient.http
 import typer
 
-from benchmarks.results import append_rows
+from benchmarks.results import append_rows, print_table
 from inkling import tritonserver
 from inkling.client import stream_http
 from inkling.engine.channel import Session
@@ -132,9 +132,7 @@ def report(rows: list[dict[str, object]]) -> None:
     conditions = {"date": datetime.now(UTC).date().isoformat(), "machine": platform.machine()}
     conditions |= {"cores": os.cpu_count(), "python": platform.python_version(), "N": N}
     append_rows(TABLE, conditions, rows)
-    print("| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
-    for row in rows:
-        print("| " + " | ".join(str(value) for value in row.values()) + " |")
+    print_table(rows)
 
 
 def main(

@@ -31,7 +31,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.results import append_rows
+from benchmarks.results import append_rows, print_table
 from inkling.client import stream_http
 from inkling.server import RunningServer, ServerOptions
 from inkling.settings import Settings
@@ -195,9 +195,7 @@ def report(rows: list[dict], conditions: dict[str, object]) -> bool:
     rows = [{name: row.get(name, "") for name in names} for row in rows]
     append_rows(TABLE, conditions, rows)
     print(", ".join(f"{name} {value}" for name, value in conditions.items()))
-    print("| " + " | ".join(names) + " |\n|" + "---|" * len(names))
-    for row in rows:
-        print("| " + " | ".join(str(value) for value in row.values()) + " |")
+    print_table(rows)
     missed = []
     for row in rows:
         if row["what"] == "closed loop" and row["ratio"] and float(row["ratio"]) < MIN_GAIN:

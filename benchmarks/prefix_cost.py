@@ -20,7 +20,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.draft_length import CHECKPOINT, ROOT, Models, run
-from benchmarks.results import append_rows
+from benchmarks.results import append_rows, print_table
 from inkling.settings import Settings
 from inkling.text import load_tokenizer
 
@@ -70,9 +70,7 @@ def main(
     rows = [compare(models, ids, length, rounds, requests, num_tokens) for length in LENGTHS]
     conditions = {"date": datetime.now(UTC).date().isoformat(), "cores": os.cpu_count(), "rounds": rounds}
     append_rows(TABLE, conditions | {"requests": requests, "tokens": num_tokens}, rows)
-    print("| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
-    for row in rows:
-        print("| " + " | ".join(str(value) for value in row.values()) + " |")
+    print_table(rows)
     missed = [row for row in rows if float(row["median_ratio"]) < BOUND]
     for row in missed:
         print(

@@ -1,4 +1,4 @@
-"""Rows of a benchmark, appended to its CSV file: history is data."""
+"""Rows of a benchmark: appended to its CSV file, as history is data, and printed."""
 
 from __future__ import annotations
 
@@ -15,3 +15,10 @@ def append_rows(table: Path, conditions: Mapping[str, object], rows: Sequence[Ma
         if is_new:
             writer.writeheader()
         writer.writerows({**conditions, **row} for row in rows)
+
+
+def print_table(rows: Sequence[Mapping[str, object]]) -> None:
+    """``rows`` of the same columns as a Markdown table."""
+    print("| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))
+    for row in rows:
+        print("| " + " | ".join(str(value) for value in row.values()) + " |")

@@ -122,7 +122,6 @@ class AutoDraftLength(DraftLength):
         self._next_trial = self._trial = 0
         self._reviewed: tuple[int, tuple[int, int, int]] = (-REVIEW_STEPS, (0, 0, 0))
         self._rates: list[float] = []  # tokens per second by length, of the sequences as they are
-        self._length = num_depths  # the best length, as far as one of those sequences has the depths
         self._step_s = 0.0  # seconds of a step of that length
         self._purse: float | None = None  # seconds; None: nothing is known yet
 
@@ -226,10 +225,14 @@ class AutoDraftLength(DraftLength):
         if max(bold[self.best :]) > SWITCH_GAIN * rates[self.best]:
             self.hope = max(range(self.best, len(bold)), key=bold.__getitem__)
         self._rates = self._rates_of(load, min(load.depths, longest))
-        self._length = min(self.best, len(self._rates) - 1)
         self._step_s = self._seconds(load, self._length, self._length, load.drafts(self._length))
         if self._purse is None:
             self._purse = FIRST_STEPS * self._step_s
+
+    @property
+    def _length(self) -> int:
+        """The best length, as far as one of the sequences has the depths."""
+        return min(self.best, len(self._rates) - 1)
 
     def _rates_of(self, load: Load, longest: int, doubt: float = 0.0) -> list[float]:
         """Tokens per second of each length, with no more depths than it needs."""

@@ -80,8 +80,7 @@ class CudaLayer:
             weights.attn_conv.t().contiguous(),
             weights.mlp_conv.t().contiguous(),
             attn.rel_proj.t().contiguous(),
-            None if is_dense else mlp.shared_w13.flatten(0, 1),
-            None if is_dense else mlp.shared_w2.transpose(0, 1).flatten(1).contiguous(),
+            *((None, None) if is_dense else mlp.shared_as_one()),
         )  # fmt: skip
 
     def forward(

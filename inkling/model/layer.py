@@ -68,8 +68,7 @@ class DecoderLayer:
             _taps(weights.attn_conv),
             _taps(weights.mlp_conv),
             torch.cat((rel, rel.new_zeros(2, rel.shape[1]))).float().contiguous(),
-            None if dense else mlp.shared_w13.flatten(0, 1),
-            None if dense else mlp.shared_w2.transpose(0, 1).flatten(1).contiguous(),
+            *((None, None) if dense else mlp.shared_as_one()),
         )
 
     def forward(self, x: Tensor, cache: LayerCache, batch: Pass) -> Tensor:

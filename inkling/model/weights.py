@@ -57,6 +57,10 @@ class MoEWeights:
     shared_w13: Tensor  # [S, 2f, H]
     shared_w2: Tensor  # [S, H, f]
 
+    def shared_as_one(self) -> tuple[Tensor, Tensor]:
+        """The shared experts as one MLP of two products: w13 ``[S*2f, H]``, one after another, and w2 ``[H, S*f]``."""
+        return self.shared_w13.flatten(0, 1), self.shared_w2.transpose(0, 1).flatten(1).contiguous()
+
 
 @dataclass
 class LayerWeights:

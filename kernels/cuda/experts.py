@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kernels.cuda.compile import Serving
 from kernels.cuda.router import Groups, direct_tile, grouped_tile
+from kernels.cuda.swiglu import silu_mul
 from kernels.cuda.weight_tiles import (
     TileConfig,
     begin_launch,
@@ -84,7 +85,7 @@ def _gate_up_kernel(
         up = tl.dot(load_weights(w13, up_pointers, up_first, k, K, BLOCK_M, BLOCK_K, TMA), rows, up)
     gate = gate.to(tl.bfloat16).to(tl.float32)
     up = up.to(tl.bfloat16).to(tl.float32)
-    product = gate / (1.0 + tl.exp(-gate)) * up
+    product = silu_mul(gate, up)
     m = m + tl.arange(0, BLOCK_M)
     target = act + pair.to(tl.int64)[None, :] * F + m[:, None]
     tl.store(target, product.to(tl.bfloat16), mask=held[None, :] & (m < F)[:, None])

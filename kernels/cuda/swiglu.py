@@ -18,6 +18,12 @@ _BLOCK = 1024
 
 
 @triton.jit
+def silu_mul(gate, up):
+    """silu(gate) * up of fp32 blocks; the caller rounds."""
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
 def _swiglu_kernel(
     gate_up,  # bf16 [T, S, 2f], gate rows then up rows of each expert
     gamma,  # fp32 [T, gammas], or None
@@ -31,7 +37,7 @@ def _swiglu_kernel(
     pair = row * NUM_SHARED + expert
     gate = tl.load(gate_up + pair * 2 * width + column, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(gate_up + pair * 2 * width + width + column, mask=mask, other=0.0).to(tl.float32)
-    act = gate / (1.0 + tl.exp(-gate)) * up
+    act = silu_mul(gate, up)
     if gamma is not None:
         act *= tl.load(gamma + row * gammas + first + expert)
     tl.store(out + pair * width + column, act.to(tl.bfloat16), mask=mask)
