@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from inkling.checkpoint import Checkpoint
 from inkling.config import ModelConfig
 from inkling.engine.pages import CacheLayout
 from inkling.errors import SettingsError
 from inkling.memory import PAGE_SIZES, cache_layout
 from inkling.settings import Settings
+from inkling.synthetic_weights import open_checkpoint
 from inkling.tensors import draft_tensors, target_tensors
 
 _ALWAYS_WIDE = ("gate.bias", "global_scale")  # fp32 whatever the matrices are
@@ -74,7 +74,7 @@ class Deployment:
 
 def _weight_dtype(checkpoint: str, config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
     """bf16 where the checkpoint stores nothing wider: widening it per use loses nothing and halves the traffic."""
-    files = Checkpoint(checkpoint)
+    files = open_checkpoint(checkpoint)
     specs = [s for s in target_tensors(config) + draft_tensors(config) if not s.key.endswith(_ALWAYS_WIDE)]
     stored = {
         files.tensors[piece.name].dtype

@@ -21,7 +21,7 @@ ENV_FILE = ENV_PREFIX + "SETTINGS"
 
 @dataclass(frozen=True)
 class Settings:
-    checkpoint: str  # checkpoint directory
+    checkpoint: str  # checkpoint directory, or synthetic:NAME?seed=0
     device: str = "cpu"  # cpu | cuda
     dtype: str = "auto"  # auto: float32 on the CPU, bfloat16 on CUDA
     num_draft_tokens: int = -1  # N, drafts verified per step; -1: every depth of the checkpoint
