@@ -56,7 +56,7 @@ class TokenCycle:
         successor[order] = order.roll(-1)
         flags = torch.full((len(ACCEPTANCE), vocab_size), -1)
         for row, accepted in zip(flags, ACCEPTANCE, strict=True):
-            flagged = torch.randperm(vocab_size, generator=generator)[round((1 - accepted) * vocab_size) :]
+            flagged = torch.randperm(vocab_size, generator=generator)[: round((1 - accepted) * vocab_size)]
             row[flagged] = torch.randint(flags_per_depth, flagged.shape, generator=generator)
         sources = torch.randperm(vocab_size, generator=generator)[: len(ACCEPTANCE) * flags_per_depth]
         return cls(successor, flags, sources.view(len(ACCEPTANCE), -1))
