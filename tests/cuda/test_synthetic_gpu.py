@@ -126,7 +126,7 @@ def test_built_in_seconds_with_the_directions_and_the_routing_it_should_have(sha
 
 
 def test_micro_says_and_accepts_what_it_was_built_to() -> None:
-    """The vocabulary once, 64 sequences side by side, 8 drafts a step, through the engine and the runners of this machine."""
+    """The vocabulary once, 64 sequences side by side, 8 drafts a step, on the runners of this machine."""
     name, sequences, tokens = "synthetic:micro?seed=0", 64, 512
     models = LocalModels(
         name, device="cuda", max_running_sequences=sequences, max_context=2048, cache_bytes=8 << 30
