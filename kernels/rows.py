@@ -116,7 +116,7 @@ def _first_failure(
     generator = torch.Generator().manual_seed(1)
     for (k, n), weight_dtype in weights:
         w = torch.randn(n, k, generator=generator).to(weight_dtype)
-        if not _rows_agree(lambda x, w=w: linear_reference(x, w), k, quantum, max_rows, dtype):
+        if not _rows_agree(lambda x, w=w: widened_linear(x, w), k, quantum, max_rows, dtype):
             return k, n
     for k, n in batched:
         values = torch.randn(3, k, n, generator=generator).to(dtype)

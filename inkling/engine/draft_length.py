@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,7 @@ SURE_TRIES, SURE_STEPS = 32, 40  # no depth is given up before so many verificat
 MEMORY = 512  # verifications of a depth that count (for one sequence; a few steps' worth for more)
 FADE = 1 / 128  # of the evidence on a depth that no step tries, per step: it may be worth another look
 TRAFFIC_FADE = 1 / 2048  # of prompt rows and tokens, per step
+PROMPT_FADE = 1 / 64  # of the prompt rows in a usual step, per step
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.3, 1.0  # of the first depth
 DOUBT, MIN_VARIANCE = 1.0, 0.05
 SWITCH_GAIN = 1.01  # another length must be so much better
@@ -52,7 +53,7 @@ class Load:
     drafting: Counter[int] = field(default_factory=Counter)  # most drafts -> sequences that may draft so many
     # the same of all sequences, had nobody given up depths and were every prompt computed
     asked: Counter[int] = field(default_factory=Counter)
-    prompt_rows: int = 0  # of the step just run; the next has about as many
+    prompt_rows: float = 0.0  # of the step just run; the next has about as many
     prefilled: int = 0  # prompt rows of the step just run that keep depths
     tokens: int = 0  # of the step just run
     entries: int = 0  # that wait in the windows, over all sequences
@@ -113,6 +114,7 @@ class AutoDraftLength(DraftLength):
         self._stood = [0.0] * num_depths  # ... so many stood
         self._counts: Counter[tuple[int, int]] = Counter()  # (verified, accepted) since the last choice
         self._prefilled = self._emitted = 0.0  # prompt rows and tokens of late
+        self._prompt_rows = 0.0  # in a usual step
         self._started = self._step_started = 0.0
         self._called_s = 0.0  # seconds of both calls since ``_step_started``
         self._steps = 0  # choices so far
@@ -136,7 +138,7 @@ class AutoDraftLength(DraftLength):
             self.costs.add_rest(max(0.0, self._started - self._step_started - self._called_s))
         self._step_started, self._called_s = self._started, seconds
         if prompt_rows <= MAX_PROMPT_SHARE * rows:
-            self.costs.target.add(rows, seconds)
+            self.costs.add_target(rows, seconds)
 
     def draft_ran(self, segments: list[int]) -> None:
         seconds = self._clock() - self._started
@@ -187,6 +189,7 @@ class AutoDraftLength(DraftLength):
         self._learn(load.num_drafting)
         self._prefilled += load.prefilled - TRAFFIC_FADE * self._prefilled
         self._emitted += load.tokens - TRAFFIC_FADE * self._emitted
+        self._prompt_rows += PROMPT_FADE * (load.prompt_rows - self._prompt_rows)
         if not load.asked:
             return
         self._steps += 1
@@ -218,7 +221,7 @@ class AutoDraftLength(DraftLength):
 
     def _review(self, load: Load) -> None:
         longest = max(0, min(self.max_depths, load.max_rows // load.asked.total() - 1))
-        everyone = replace(load, drafting=load.asked, plain=0)
+        everyone = replace(load, drafting=load.asked, plain=0, prompt_rows=self._prompt_rows)
         rates = self._with_prompts(self._rates_of(everyone, longest))
         self.best = self.hope = _better(self.best, rates)
         bold = self._with_prompts(self._rates_of(everyone, longest, DOUBT))
@@ -316,13 +319,13 @@ def _better(current: int, rates: list[float]) -> int:
     return best
 
 
-def choose_lengths(lengths: DraftLength, plan: list[Segment], max_rows: int) -> list[Sequence]:
+def choose_lengths(
+    lengths: DraftLength, plan: list[Segment], max_rows: int, others: Iterable[Sequence] = ()
+) -> list[Sequence]:
     """Chooses for the sequences of the step just committed; they give up the depths that are too many.
 
-    Returns those that have none left.
+    ``others`` had no part in it and will decode along with them soon. Returns those that have none left.
     """
-    if not lengths.is_auto:
-        return []
     load, drafting, prompts = Load(max_rows), [], []
     for segment in plan:
         sequence = segment.sequence
@@ -346,6 +349,7 @@ def choose_lengths(lengths: DraftLength, plan: list[Segment], max_rows: int) -> 
             load.entries += depths if is_prompt else waiting
             load.is_ring_short |= not is_prompt and waiting + depths + 1 > ring_rows(depths)
             drafting.append(sequence)
+    load.asked.update(sequence.asked_depths for sequence in others)
     lengths.choose(load)
     kept = [(sequence, lengths.num_depths) for sequence in drafting]
     kept += [(s, lengths.prompt_depths(s.window.num_depths, rows)) for s, rows in prompts]

@@ -17,7 +17,6 @@ import numpy as np
 
 from inkling.engine.channel import Channel, Session, records
 from inkling.engine.clients import DraftClient, TargetClient
-from inkling.engine.draft_length import choose_lengths
 from inkling.engine.log_probs import TokenLogProb, take_log_probs
 from inkling.engine.outbox import Assembler, Outbox, Reply, Sender
 from inkling.engine.pages import CacheLayout
@@ -298,7 +297,7 @@ class Engine:
         ids: list[int] = []
         drafting: list[tuple[Sequence, int]] = []
         lengths = self.scheduler.lengths
-        for sequence in choose_lengths(lengths, plan, self.limits.max_tokens_per_step):
+        for sequence in self.scheduler.choose_lengths(plan):
             self._to_draft.close(sequence)
         windows = self.scheduler.plan_windows(plan)
         pages = self._secure([w.draft_pass() for w in windows if w.window.end > w.window.first])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NamedTuple
 
-from inkling.engine.draft_length import AutoDraftLength, DraftLength
+from inkling.engine.draft_length import AutoDraftLength, DraftLength, choose_lengths
 from inkling.engine.draft_window import Window
 from inkling.engine.log_probs import TokenLogProb
 from inkling.engine.pace import StepPace
@@ -246,6 +246,15 @@ class Scheduler:
             plan.append(self._segment(sequence, rows))
         self.pace.step_starts(sum(segment.rows for segment in plan), len(decodes))
         return plan
+
+    def choose_lengths(self, plan: list[Segment]) -> list[Sequence]:
+        """Chooses how much the sequences of ``plan`` draft; returns those that draft no more."""
+        if not self.lengths.is_auto:
+            return []
+        planned = {segment.sequence for segment in plan}
+        num_ended = sum(sequence.phase is Phase.FINISHED for sequence in planned)
+        joining = [s for s in self.running if s not in planned] + self.waiting[:num_ended]
+        return choose_lengths(self.lengths, plan, self.limits.max_tokens_per_step, joining)
 
     def plan_windows(self, plan: list[Segment]) -> list[PlannedWindow]:
         """The draft windows after a step's target call; an empty one where entries wait for later ids."""

@@ -2,6 +2,11 @@
 
 No shape is assumed: a table holds the median time of calls of about the same size, and a size between two
 known ones is interpolated. A size beyond them is guessed low, so that it is tried and then known.
+
+A machine that slows down for a while slows all calls, those of the sizes in use and those nobody tries. So times
+are kept as they would be at one speed of the machine: seconds divided by how much longer than known calls of
+known sizes have taken of late. Only the ratios of costs decide anything. And what is not measured seems cheaper
+as time passes, until it is tried again: a wrong cost that keeps its size from being tried would stand for ever.
 """
 
 from __future__ import annotations
@@ -13,39 +18,70 @@ from statistics import median_low
 
 CELLS_PER_OCTAVE = 4  # sizes up to 7 have a cell each
 KEPT_TIMES = 17  # of a cell; their median stands for it, so a stray slow call moves nothing
+PROMPT_FADE = 1 / 128  # of what a prompt row costs, per step that measures none
+OPTIMISM = 1 / 4  # of the tables of calls
+STALE_STEPS = 512  # after so many without it, a size is measured anew
+SPEED_CALLS = 15  # whose median gives the machine's speed of late
+COST_FADE, FADE_EVERY = 1 / 8192, 64  # of a size that no step has, per step; steps between two looks
 
 
 class CostTable:
-    """Seconds of a call as a function of its rows."""
+    """Seconds of a call as a function of its rows. ``optimism``: share by which a single time is taken to be too
+    long, and the median of n times by 1 / n of that; what is hardly known is worth a try."""
 
-    def __init__(self) -> None:
+    def __init__(self, optimism: float = 0.0) -> None:
+        self._optimism = optimism
         self._cells: dict[int, deque[tuple[float, float]]] = {}  # the last (seconds, rows) of about one size
-        self._points: dict[
-            int, tuple[float, float, bool]
-        ] = {}  # cell -> rows, seconds, whether of several times
+        self._seen: dict[int, int] = {}  # cell -> step of the last of them
+        self._points: dict[int, tuple[float, float, int]] = {}  # cell -> rows, seconds, how many times
         self._rows: list[float] = []
         self._seconds: list[float] = []
 
     def __bool__(self) -> bool:
         return bool(self._cells)
 
-    def add(self, rows: float, seconds: float) -> None:
+    def add(self, rows: float, seconds: float, step: int = 0) -> None:
         rows = max(1.0, rows)
-        key = round(CELLS_PER_OCTAVE * math.log2(rows))
+        key = _cell(rows)
         cell = self._cells.setdefault(key, deque(maxlen=KEPT_TIMES))
+        if step > self._seen.get(key, step) + STALE_STEPS:
+            cell.clear()
         cell.append((seconds, rows))
+        self._seen[key] = step
+        if self._point(key):
+            self._rebuild()
+
+    def _point(self, key: int) -> bool:
+        """Sets the point that stands for a cell; whether it moved."""
+        cell = self._cells[key]
         seconds, rows = median_low(cell)
-        if self._points.get(key) != (rows, seconds, len(cell) > 1):
-            self._points[key] = (rows, seconds, len(cell) > 1)
+        before, self._points[key] = self._points.get(key), (rows, seconds, len(cell))
+        return self._points[key] != before
+
+    def known(self, rows: float) -> float:
+        """Seconds of calls of this size, 0 unless several were seen."""
+        _, seconds, count = self._points.get(_cell(rows), (0.0, 0.0, 0))
+        return seconds if count > 1 else 0.0
+
+    def fade(self, step: int) -> None:
+        """Makes sizes cheaper that no step had since ``step``."""
+        faded = [key for key, seen in self._seen.items() if seen < step]
+        for key in faded:
+            self._cells[key] = deque(
+                ((seconds * (1 - FADE_EVERY * COST_FADE), rows) for seconds, rows in self._cells[key]),
+                KEPT_TIMES,
+            )
+            self._point(key)
+        if faded:
             self._rebuild()
 
     def _rebuild(self) -> None:
         """A single time counts only where nothing better is known; fewer rows never cost more than many."""
-        solid = [rows for rows, _, is_solid in self._points.values() if is_solid]
+        solid = [rows for rows, _, count in self._points.values() if count > 1]
         low, high = (min(solid), max(solid)) if solid else (math.inf, -math.inf)
-        points = sorted(p for p in self._points.values() if p[2] or not low < p[0] < high)
+        points = sorted(p for p in self._points.values() if p[2] > 1 or not low < p[0] < high)
         self._rows = [rows for rows, _, _ in points]
-        self._seconds = [seconds for _, seconds, _ in points]
+        self._seconds = [seconds * (1 - self._optimism / count) for _, seconds, count in points]
         for i in range(len(points) - 2, -1, -1):
             self._seconds[i] = min(self._seconds[i : i + 2])
 
@@ -71,21 +107,44 @@ class CostTable:
         return y + (v - y) * (rows - x) / (u - x) if u > x else min(y, v)
 
 
+def _cell(rows: float) -> int:
+    return round(CELLS_PER_OCTAVE * math.log2(max(1.0, rows)))
+
+
 class StepCosts:
     """The parts of a step: the target's call by rows, the draft's by depths and rows of a depth, the rest; and what
     a row of a prompt takes in a depth."""
 
     def __init__(self, num_depths: int):
-        self.target = CostTable()
-        self._draft = [CostTable() for _ in range(num_depths + 1)]  # 0: calls that only hand over states
+        self.target = CostTable(OPTIMISM)
+        self.slowness = 1.0  # seconds of late for one of the tables
+        self._ratios: deque[float] = deque(maxlen=SPEED_CALLS)
+        self._steps = 0
+        self._draft = [
+            CostTable(OPTIMISM) for _ in range(num_depths + 1)
+        ]  # 0: calls that only hand over states
         self._prompt_rows: deque[float] = deque(maxlen=KEPT_TIMES)
         self.prompt_row = 0.0  # seconds of a prompt row in one depth
         self._rest: deque[float] = deque(maxlen=KEPT_TIMES)
         self.rest = 0.0  # seconds of a step outside the two calls
 
+    def add_target(self, rows: int, seconds: float) -> None:
+        self._steps += 1
+        self.prompt_row *= 1 - PROMPT_FADE
+        if self._steps % FADE_EVERY == 0:
+            for table in (self.target, *self._draft):
+                table.fade(self._steps - FADE_EVERY)
+        self._add(self.target, rows, seconds)
+
     def add_draft(self, depths: int, rows: float, seconds: float) -> None:
         """``rows``: of one depth, on average."""
-        self._draft[depths].add(rows, seconds)
+        self._add(self._draft[depths], rows, seconds)
+
+    def _add(self, table: CostTable, rows: float, seconds: float) -> None:
+        if known := table.known(rows):
+            self._ratios.append(seconds / known)
+            self.slowness = median_low(self._ratios)
+        table.add(rows, seconds / self.slowness, self._steps)
 
     def add_prompt(self, prompt_rows: int, seconds: float, depths: int, other_rows: float) -> None:
         """A draft call for prompts; ``prompt_rows``: of all depths together; ``other_rows``: of one, on average.
@@ -93,11 +152,11 @@ class StepCosts:
         What the call takes without them is no price of theirs: sequences that draft pay for it anyway.
         """
         without = self.draft(depths, max(1.0, other_rows))
-        self._prompt_rows.append(max(0.0, seconds - without) / prompt_rows)
+        self._prompt_rows.append(max(0.0, seconds / self.slowness - without) / prompt_rows)
         self.prompt_row = median_low(self._prompt_rows)
 
     def add_rest(self, seconds: float) -> None:
-        self._rest.append(seconds)
+        self._rest.append(seconds / self.slowness)
         self.rest = median_low(self._rest)
 
     def draft(self, depths: int, rows: float) -> float:

@@ -11,6 +11,7 @@ from inkling.engine.draft_window import DraftWindow
 from inkling.engine.scheduler import Segment
 
 MAX_DEPTHS = 8
+SLOW_EVERY = 4000.0  # seconds (stated) between the slow times of an unsteady machine
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,8 @@ class SimulatedSequence:
 class Simulation:
     """``batch`` sequences at all times, until ``num_tokens`` are out. ``acceptance(tokens so far)``: of a draft
     whose predecessors stood; whether one stands is the same at every length, so runs compare. By the clock one call
-    in 50 takes three times as long and all vary by a few percent; throughput counts the stated times."""
+    in 50 takes three times as long, all vary by a few percent, and with ``is_unsteady`` the machine is half as fast
+    for a while again and again; throughput counts the stated times."""
 
     def __init__(
         self,
@@ -67,10 +69,11 @@ class Simulation:
         num_prompt: int = 32,
         answer: int = 256,
         seed: int = 0,
+        is_unsteady: bool = False,
     ):
         self.costs, self.acceptance, self.batch = costs, acceptance, batch
         self.num_tokens, self.num_prompt, self.answer = num_tokens, num_prompt, answer
-        self.seed = seed
+        self.seed, self.is_unsteady = seed, is_unsteady
 
     def auto(self, num_depths: int) -> float:
         return self.run(AutoDraftLength(num_depths, clock=lambda: self.now), num_depths)
@@ -104,7 +107,9 @@ class Simulation:
     def _spend(self, seconds: float) -> None:
         self.spent += seconds
         seconds *= 1 + 0.03 * self.random.gauss(0, 1)
-        self.now += seconds * (3 if self.random.random() < 0.02 else 1)
+        seconds *= 3 if self.random.random() < 0.02 else 1
+        is_slow = self.is_unsteady and self.spent % SLOW_EVERY < SLOW_EVERY / 3
+        self.now += seconds * (2 if is_slow else 1)
 
     def _target(self, plan: list[Segment]) -> None:
         rows = sum(segment.rows for segment in plan)

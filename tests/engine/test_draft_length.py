@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from itertools import product
 from math import pi, sin
@@ -11,7 +12,7 @@ import pytest
 
 from inkling.engine.draft_length import AutoDraftLength
 from inkling.engine.scheduler import EngineLimits
-from inkling.engine.step_cost import CostTable
+from inkling.engine.step_cost import COST_FADE, CostTable, StepCosts
 from tests.engine.harness import Bench, arrive, make_layout, requests_of
 from tests.engine.simulated_serving import Costs, Simulation
 
@@ -31,11 +32,11 @@ COSTS = {  # the target alone takes 10 for one row, or a little for each
 ACCEPTANCES = (0.0, 0.3, 0.6, 0.8, 0.95)
 
 
-def simulation(costs: str, batch: int, acceptance: Callable[[float], float], **sizes: int) -> Simulation:
-    """``acceptance`` of the part of the run that is over, 0 to 1. ``sizes``: of prompts and answers."""
+def simulation(costs: str, batch: int, acceptance: Callable[[float], float], **options: int) -> Simulation:
+    """``acceptance`` of the part of the run that is over, 0 to 1. ``options``: of the simulation."""
     total = STEPS[batch] * batch
     accepts = lambda tokens: acceptance(tokens / total)  # noqa: E731
-    return Simulation(COSTS[costs], accepts, batch=batch, num_tokens=total, **sizes)
+    return Simulation(COSTS[costs], accepts, batch=batch, num_tokens=total, **options)
 
 
 def share_of_best(simulated: Simulation) -> float:
@@ -83,11 +84,46 @@ def test_auto_follows_a_drifting_acceptance(costs: str, drift: str) -> None:
     assert share_of_best(simulation(costs, 8, DRIFTS[drift])) >= BOUND
 
 
+def test_auto_is_not_misled_by_a_machine_that_slows_down_at_times() -> None:
+    unsteady = simulation("demo on a CPU", 8, lambda _: 0.8, is_unsteady=True)
+    assert share_of_best(unsteady) >= BOUND
+
+
 def test_a_stray_slow_call_moves_no_cost() -> None:
     table = CostTable()
     for i in range(40):
         table.add(8, 1.0 if i % 5 else 50.0)
     assert table.at(8) == 1.0
+
+
+def test_a_size_that_is_not_tried_slows_down_with_the_machine() -> None:
+    costs = StepCosts(0)
+    for seconds in (1.0, 2.0):
+        for _ in range(20):
+            costs.add_target(8, seconds)
+            if seconds == 1.0:
+                costs.add_target(16, 1.5)
+    assert costs.target.at(16) / costs.target.at(8) == pytest.approx(1.5, rel=0.02)
+
+
+def test_a_size_that_no_step_has_seems_cheaper_as_time_passes() -> None:
+    costs = StepCosts(0)
+    for _ in range(20):
+        costs.add_target(16, 10.0)
+    before = costs.target.at(16)
+    for _ in range(int(1 / COST_FADE)):
+        costs.add_target(8, 1.0)
+    assert costs.target.at(16) == pytest.approx(before / math.e, rel=0.03)
+
+
+def test_a_size_seems_cheaper_the_less_often_it_was_measured() -> None:
+    costs = StepCosts(0)
+    for _ in range(16):
+        costs.add_target(16, 10.0)
+    for _ in range(2):
+        costs.add_target(32, 20.0)
+    assert costs.target.at(16) == pytest.approx(10.0, rel=0.02)
+    assert costs.target.at(32) < 18.0
 
 
 def test_costs_between_known_sizes_are_interpolated_and_bounded_beyond() -> None:
