@@ -37,13 +37,17 @@ def test_the_last_states_of_each_sequence_stay_in_its_ring(device):
     for slot, row, position, count in RECORDS[:3]:
         for i in range(max(0, count - RING), count):
             expected[slot * RING + (position + i) % RING] = hidden[row + i]
-    keep_states(address_of(hidden, device), ring, torch.tensor(RECORDS, dtype=torch.int32, device=device), RING)
+    keep_states(
+        address_of(hidden, device), ring, torch.tensor(RECORDS, dtype=torch.int32, device=device), RING
+    )
     assert torch.equal(ring, expected)
 
 
 def test_a_depth_takes_known_ids_then_what_earlier_depths_drew(device):
     rows = make_rows([(1, 10, 3), (-1, 0, 0), (0, 4, 2)], device, 7)
-    known = torch.tensor([(0, 3), (3, 0), (3, 4)], dtype=torch.int32, device=device)  # the last knows two more
+    known = torch.tensor(
+        [(0, 3), (3, 0), (3, 4)], dtype=torch.int32, device=device
+    )  # the last knows two more
     ids = torch.tensor([10, 11, 12, 20, 21, 22, 23, 99], dtype=torch.int32, device=device)
     drafts = torch.tensor([(50, 51, 52, -1), (60, 61, 999, -1)], dtype=torch.int32, device=device)
     expected = [
