@@ -94,3 +94,19 @@ def test_states_are_those_of_the_cpu(models: LocalModels) -> None:
         f"log probs of {len(difference)} tokens differ by {difference.mean():.4f}, at most {difference.max():.4f}"
     )
     assert difference.mean() < 0.05 and len(difference) > 100
+
+
+def test_sampled_drafts_are_accepted_as_often_as_on_the_cpu(models: LocalModels) -> None:
+    """Target and draft share their noise: without it, or at other positions, far fewer would stand."""
+    requests = [
+        replace(request, sampling=SamplingParams(0.8, top_p=(1.0, 0.9)[i % 2], seed=i))
+        for i, request in enumerate(held_out(24, stop=StopRules(40), num_draft_tokens=3))
+    ]
+    accepted = []
+    for served in (models, LocalModels(DEMO, max_context=512, max_running_sequences=24, threads=1)):
+        engine = served.engine()
+        generate(engine, requests)
+        steps = sum(engine.verified.values())
+        accepted.append(sum(stood * times for (_, stood), times in engine.verified.items()) / steps)
+    print(f"accepted drafts a step: {accepted[0]:.3f}, on the CPU {accepted[1]:.3f}")
+    assert accepted[0] > 0.95 * accepted[1]

@@ -90,29 +90,40 @@ def test_states_are_those_of_the_cpu_and_stay_until_the_next_step_but_one(models
 
 
 def fill_and_draft(models: LocalModels, hidden: Tensor) -> tuple[list[Tensor], list[int]]:
-    """A prompt's window, then one that reaches back into the ring and draws; -> readable caches and the drafts."""
-    steps = DraftSteps(models.draft, models.deployment.layout)
-    steps.open(SlotOptions(2, 2), max_positions=40, max_chunk=32)
-    steps.fill(2, hidden[:9], IDS, end=9, depths=2)
-    updates: list[int] = []
-    steps.pages[2].cover(7, 11, 2, updates)
-    known = IDS[8:12]
-    # entries 7 to 10: states 7 and 8 from the ring, the others from rows 1 and 2 of the step
-    segments = [(2, 1, 9, 2, 7, 11, 2, 2, len(known)), (0, 0, 0, 1, 0, 0, 0, 0, 0)]
-    drafts = models.draft.step(steps.control(DraftStep, updates, segments, known), hidden[8:11].contiguous())
-    caches = readable(models.draft.cache, models.draft.slots.tables, steps.layout, 2, 11)
-    return caches, drafts.tolist()
+    """A prompt's window of a greedy and of a sampled slot, then a long and a short one that reach back into the rings
+    and draw; -> readable caches and the drafts."""
+    runner, layout = models.draft, models.deployment.layout
+    steps, ids = DraftSteps(runner, layout), (IDS * 4)[:50]
+    for slot, temperature in ((1, 0.0), (2, 1.5)):
+        steps.open(SlotOptions(slot, 2, temperature, seed=2**63 + 5), max_positions=50, max_chunk=32)
+        steps.fill(slot, hidden[:9], ids, end=9, depths=2)
+    drafts: list[int] = []
+    for first, start, end in ((7, 9, 44), (43, 44, 46)):  # 35 new states go once around a ring of 33
+        updates: list[int] = []
+        segments = [(0, 0, 0, 1, 0, 0, 0, 0, 0)]
+        for slot in (1, 2):
+            steps.pages[slot].cover(first, end, slot, updates)
+            segments.append((slot, 1, start, end - start, first, end, 2, 2, end - first))
+        known = ids[first + 1 : end + 1] * 2
+        states = hidden[start - 1 : end].contiguous()
+        drafts += runner.step(steps.control(DraftStep, updates, segments, known), states).tolist()
+    caches = [
+        cache for slot in (1, 2) for cache in readable(runner.cache, runner.slots.tables, layout, slot, 46)
+    ]
+    return caches, drafts
 
 
-def test_depth_caches_are_those_of_the_cpu(models, on_cpu, device):
-    hidden = torch.randn(11, SMALL.hidden_size, generator=torch.Generator().manual_seed(1)).bfloat16()
+def test_depths_have_the_caches_and_the_drafts_of_the_cpu(models, on_cpu, device):
+    hidden = torch.randn(46, SMALL.hidden_size, generator=torch.Generator().manual_seed(1)).bfloat16()
     caches, drafts = fill_and_draft(models, hidden.to(device))
     expected, true_drafts = fill_and_draft(on_cpu, hidden.float())
-    assert drafts == true_drafts and len(drafts) == 2
+    assert drafts == true_drafts and len(drafts) == 8 and drafts[:2] != drafts[2:4]
     for got, wanted in zip(caches, expected, strict=True):
         assert_near(got, wanted)
-    ring = models.draft.ring[2 * models.draft.ring_rows :][:11]
-    assert torch.equal(ring.cpu(), hidden), "the ring holds the states of entries 0 to 10"
+    ring_rows = models.draft.ring_rows
+    for slot in (1, 2):
+        kept = models.draft.ring[slot * ring_rows :][:ring_rows].cpu()
+        assert all(torch.equal(kept[entry % ring_rows], hidden[entry]) for entry in range(13, 46))
 
 
 def scored(reply: RecordedReply) -> list[TokenLogProb]:
