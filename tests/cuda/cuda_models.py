@@ -84,9 +84,9 @@ class PaddedRuns(StepGraphs):
 
 
 def recorded(models: CudaModels, requests: list[GenerateRequest]) -> list[Tensor]:
-    """Everything that the runners return while ``requests`` are served."""
+    """Everything that the runners return while ``requests`` are served, in chunks that no clock decides."""
     found: list[Tensor] = []
-    engine = models.engine()
+    engine = models.engine(max_prompt_chunk=64)
     step_scored, draft_step = models.target.step_scored, models.draft.step
 
     def target(control: np.ndarray) -> tuple:
