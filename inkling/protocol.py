@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from enum import IntEnum
+from functools import cache
 
 import numpy as np
 
@@ -162,6 +163,7 @@ KEY_WORDS = 8
 _HEADER = 4 + KEY_WORDS  # magic, key, generation, step, previous step; then one length per array field
 
 
+@cache
 def _arrays(kind: type) -> list:
     return [f for f in fields(kind) if f.metadata]
 

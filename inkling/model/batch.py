@@ -43,7 +43,9 @@ class PageTables:
 
     def assign(self, updates: np.ndarray) -> dict[Kind, np.ndarray]:
         """Applies (slot, kind, index, page, fresh) records; returns the fresh pages per kind."""
-        fresh = {}
+        fresh: dict[Kind, np.ndarray] = {}
+        if not len(updates):
+            return fresh
         for kind, table in self.pages.items():
             mine = updates[updates[:, 1] == kind]
             if len(mine):
