@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -24,12 +23,12 @@ def load_target_runner(
     deployment: Deployment,
     *,
     generation: int,
-    mapping: Path | None = None,
+    shared: SharedWeights | None = None,
     report: Report = lambda line: None,
 ) -> TargetRunner:
     """Reads the target, checks that its products are row-exact, allocates caches.
 
-    ``mapping``: the file that the draft will map; the embedding table and the head then live there only.
+    ``shared``: memory that the draft maps too; the embedding table and the head then live there only.
     """
     settings, config = deployment.settings, deployment.config
     torch.set_num_threads(settings.num_threads)
@@ -40,8 +39,7 @@ def load_target_runner(
         device=settings.device,
         progress=_percent(report, "target"),
     )
-    if mapping is not None:
-        shared = SharedWeights.open(mapping, config, deployment.weight_dtype, create=True)
+    if shared is not None:
         shared.embed.copy_(weights.embed)
         shared.head.copy_(weights.head)
         weights = replace(weights, embed=shared.embed, head=shared.head)
