@@ -4,6 +4,7 @@ cannot loop. ``execute`` only admits; one thread runs the draft/verify loop for 
 
 from __future__ import annotations
 
+import json
 import threading
 from dataclasses import replace
 
@@ -61,6 +62,9 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         self._engine.close()
+        scheduler = self._engine.scheduler
+        totals = {"preemptions": scheduler.num_preemptions, "prefix_hits": scheduler.prefixes.num_hits}
+        _report(f"totals {json.dumps(totals)}")
         self._folder.remove()
 
 
