@@ -40,7 +40,7 @@ DEMO = ROOT / "demo" / "checkpoint"
 CHECKPOINTS = (str(DEMO), "synthetic:micro?seed=0")
 DRAFTS = (0, 1, 3, 8)
 SLOTS, CONTEXT, STEP_ROWS = 16, 2048, 512
-FULL_PAGES = 56  # of the small cache: sequences of 3 to 6 pages meet, and grow by one or two
+FULL_PAGES = 40  # of the small cache: one in twenty answers is preempted, one in five has a prefix hit
 SOLO = 12  # requests that run alone, to compare what is accepted of their drafts
 PLAN_TOLERANCE = 0.03
 SAMPLING: tuple[dict[str, Any], ...] = (
@@ -91,6 +91,8 @@ class Record:
         faults += [self.failure] if self.failure else []
         if self.used and abs(self.used - self.planned) > PLAN_TOLERANCE * self.used:
             faults.append(f"plan off by {(self.planned - self.used) / self.used:+.1%}")
+        if self.answers >= 200 and min(self.preemptions, self.prefix_hits) < 0.02 * self.answers:
+            faults.append(f"{self.preemptions} preemptions and {self.prefix_hits} prefix hits prove little")
         if part.transport == "ring" and self.gpu_files and self.gpu_files[ENSEMBLE_MODEL]:
             faults.append(f"{ENSEMBLE_MODEL} opened the GPU")
         return faults
