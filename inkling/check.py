@@ -10,6 +10,8 @@ from inkling.checkpoint import Checkpoint
 from inkling.config import ModelConfig
 from inkling.errors import CheckpointError
 from inkling.memory import format_bytes
+from inkling.synthetic import is_synthetic
+from inkling.synthetic_weights import open_checkpoint
 from inkling.tensors import TensorSpec, draft_tensors, target_tensors
 
 
@@ -54,7 +56,8 @@ class CheckReport:
             ]
         noun = "problem" if len(self.problems) == 1 else "problems"
         verdict = "is complete" if self.ok else f"has {len(self.problems)} {noun}"
-        return "\n".join([*lines, "", f"{self.directory} {verdict}"]).lstrip()
+        note = ": synthetic weights" if is_synthetic(self.directory) else ""
+        return "\n".join([*lines, "", f"{self.directory} {verdict}{note}"]).lstrip()
 
 
 def check_checkpoint(directory: str | Path) -> CheckReport:
@@ -65,7 +68,7 @@ def check_checkpoint(directory: str | Path) -> CheckReport:
     except CheckpointError as problem:
         return CheckReport(directory, None, (problem,), ())
     try:
-        checkpoint = Checkpoint(directory)
+        checkpoint = open_checkpoint(directory)
     except CheckpointError as problem:
         return CheckReport(directory, config, (problem,), ())
     specs = [*target_tensors(config), *draft_tensors(config)]

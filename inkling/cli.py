@@ -13,15 +13,17 @@ from typing import Annotated, Any
 import typer
 
 from inkling.errors import InklingError, SettingsError
+from inkling.synthetic import is_synthetic
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
+_CHECKPOINT = "checkpoint directory, or synthetic:NAME?seed=0"
 Setting = Annotated[int | None, typer.Option(help="see the settings table of the README")]
 
 
 @app.command()
 def serve(
-    checkpoint: Annotated[str | None, typer.Option(help="checkpoint directory")] = None,
+    checkpoint: Annotated[str | None, typer.Option(help=_CHECKPOINT)] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda")] = None,
     gpu: Annotated[int | None, typer.Option(help="which of the GPUs that CUDA shows")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16")] = None,
@@ -81,7 +83,8 @@ def serve(
         try:
             with RunningServer(load_settings(settings_given), options, report=_note) as server:
                 addresses = f"http://{server.http_url} grpc://{server.grpc_url}"
-                print(f"ready {addresses} metrics http://{server.metrics_url}/metrics", flush=True)
+                weights = " synthetic weights" if is_synthetic(server.settings.checkpoint) else ""
+                print(f"ready {addresses} metrics http://{server.metrics_url}/metrics{weights}", flush=True)
                 server.wait()
         except KeyboardInterrupt:
             pass
@@ -114,7 +117,7 @@ def generate(
 
 
 @app.command()
-def check(directory: Annotated[Path, typer.Argument(help="checkpoint directory")]) -> None:
+def check(directory: Annotated[Path, typer.Argument(help=_CHECKPOINT)]) -> None:
     """Check every tensor of a checkpoint and print its sizes; exits 1 when a rule is broken."""
     from inkling.check import check_checkpoint
 
@@ -126,7 +129,7 @@ def check(directory: Annotated[Path, typer.Argument(help="checkpoint directory")
 
 @app.command()
 def plan(
-    directory: Annotated[str, typer.Argument(help="checkpoint directory")],
+    directory: Annotated[str, typer.Argument(help=_CHECKPOINT)],
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda",
     dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16")] = None,
     num_draft_tokens: Annotated[int | None, typer.Option(help="N; -1: every depth")] = None,

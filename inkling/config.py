@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from inkling.errors import CheckpointError
+from inkling.synthetic import SyntheticName, is_synthetic
 
 CONV_KERNEL = 4  # taps of the short convolution
 D_REL = 16  # relative states per query head
@@ -82,8 +83,12 @@ class ModelConfig:
 
     @classmethod
     def from_dir(cls, path: str | Path) -> ModelConfig:
-        """Reads and validates ``path/config.json``; the first broken rule is a ``CheckpointError``."""
-        return _read_config(Path(path))
+        """Reads and validates ``path/config.json``; the first broken rule is a ``CheckpointError``.
+
+        A synthetic name gives its own config.
+        """
+        values = SyntheticName.parse(path).config_json if is_synthetic(path) else None
+        return _read_config(Path(path), values)
 
 
 class _Section:
@@ -178,9 +183,9 @@ def _read_json(file: Path) -> dict[str, Any]:
     return _Section(file, "", values).values
 
 
-def _read_config(directory: Path) -> ModelConfig:
+def _read_config(directory: Path, values: dict[str, Any] | None) -> ModelConfig:
     file = directory / "config.json"
-    top = _Section(file, "", _read_json(file))
+    top = _Section(file, "", values or _read_json(file))
     _refuse_other_models(top)
     text = _Section(file, "text_config", top.values["text_config"]) if "text_config" in top.values else top
     _refuse_quantised(directory, top, text)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from inkling.checkpoint import Checkpoint
 from inkling.config import ModelConfig
 from inkling.device_memory import gpu_bytes
 from inkling.engine.pages import CacheLayout
@@ -15,6 +14,7 @@ from inkling.memory import PAGE_SIZES
 from inkling.memory_plan import DEFAULT_CACHE_BYTES, UNUSED, MemoryPlan, plan_memory
 from inkling.model.shared_weights import SharedLayout
 from inkling.settings import Settings
+from inkling.synthetic_weights import open_checkpoint
 from inkling.tensors import draft_tensors, target_tensors
 
 _ALWAYS_WIDE = ("gate.bias", "global_scale")  # fp32 whatever the matrices are
@@ -91,7 +91,7 @@ class Deployment:
 
 def _weight_dtype(checkpoint: str, config: ModelConfig, dtype: torch.dtype) -> torch.dtype:
     """bf16 where the checkpoint stores nothing wider: widening it per use loses nothing and halves the traffic."""
-    files = Checkpoint(checkpoint)
+    files = open_checkpoint(checkpoint)
     specs = [s for s in target_tensors(config) + draft_tensors(config) if not s.key.endswith(_ALWAYS_WIDE)]
     stored = {
         files.tensors[piece.name].dtype

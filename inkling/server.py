@@ -35,6 +35,7 @@ from inkling import process_group, tritonserver
 from inkling.protocol import DRAFT_MODEL, ENSEMBLE_MODEL, TARGET_MODEL
 from inkling.run_folder import RunFolder
 from inkling.settings import ENV_FILE, ENV_PREFIX, Settings
+from inkling.synthetic import SyntheticName, is_synthetic
 from inkling.tritonserver import ServerError
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -80,7 +81,7 @@ class RunningServer:
         model_repository: Path | None = None,
         report: Callable[[str], None] = lambda line: None,
     ):
-        self.settings = replace(settings, checkpoint=str(Path(settings.checkpoint).resolve()))
+        self.settings = replace(settings, checkpoint=_absolute(settings.checkpoint))
         self.options = options or ServerOptions()
         self.model_repository = model_repository or tritonserver.model_repository()
         self.log: deque[str] = deque(maxlen=LOG_LINES)
@@ -304,6 +305,14 @@ def is_worth_showing(line: str, is_ready: bool, verbose: int) -> bool:
     if _LOG_LINE.match(line):
         return is_ready and line[0] in "WEF"
     return not _BARE_LINE.match(line)
+
+
+def _absolute(checkpoint: str) -> str:
+    """As the model processes find it, which run in another folder. CheckpointError for a wrong synthetic name."""
+    if is_synthetic(checkpoint):
+        SyntheticName.parse(checkpoint)
+        return checkpoint
+    return str(Path(checkpoint).resolve())
 
 
 def _reachable(host: str) -> str:

@@ -21,7 +21,7 @@ ENV_FILE = ENV_PREFIX + "SETTINGS"
 
 @dataclass(frozen=True)
 class Settings:
-    checkpoint: str  # checkpoint directory
+    checkpoint: str  # checkpoint directory, or synthetic:NAME?seed=0
     device: str = "cpu"  # cpu | cuda
     gpu: int = 0  # which one of those that CUDA shows, when device is cuda
     dtype: str = "auto"  # auto: float32 on the CPU, bfloat16 on CUDA

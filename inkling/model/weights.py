@@ -17,6 +17,7 @@ from torch import Tensor
 from inkling.checkpoint import Checkpoint
 from inkling.config import ModelConfig
 from inkling.errors import CheckpointError
+from inkling.synthetic_weights import open_checkpoint
 from inkling.tensors import (
     EMBED_NORM,
     MTP,
@@ -114,7 +115,7 @@ def load_target(
     Matrices, norms and taps become ``dtype``, gate biases fp32. ``CheckpointError`` before anything is read
     when a tensor of the target is missing, surplus or mis-shaped, or when there are towers or NVFP4 experts.
     """
-    checkpoint = Checkpoint(directory)
+    checkpoint = open_checkpoint(directory, device)
     checkpoint.require(config, "target")
     reader = _Reader(checkpoint, target_tensors(config), dtype, torch.device(device), progress)
     weights = TargetWeights(
@@ -148,7 +149,7 @@ def load_draft(
     if not 1 <= num_depths <= config.mtp_depths:
         rule = f"{num_depths} are asked for; ask for 1 to the checkpoint's number, or turn drafting off"
         raise CheckpointError(Path(directory) / "config.json", "MTP depths", config.mtp_depths, rule)
-    checkpoint = Checkpoint(directory)
+    checkpoint = open_checkpoint(directory, device)
     checkpoint.require(config, "draft")
     specs = [spec for depth in range(num_depths) for spec in depth_tensors(config, depth)]
     backbone = [spec for spec in target_tensors(config) if spec.key == EMBED_NORM]
@@ -244,6 +245,8 @@ class _Reader:
     def finish(self) -> None:
         assert not self.unread, f"never read: {sorted(self.unread)}"
         assert self.done_bytes == self.total_bytes
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()  # the device memory of tensors that were drawn and copied
 
 
 def _read_layer(reader: _Reader, prefix: str, is_dense: bool) -> LayerWeights:

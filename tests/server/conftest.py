@@ -68,7 +68,7 @@ class ServeCommand:
 
     def wait_ready(self) -> None:
         self.wait_for(lambda: self.output.read_text().endswith("\n"), "ready", START_S)
-        ready, http, grpc, metrics, metrics_url = self.output.read_text().split()
+        ready, http, grpc, metrics, metrics_url, *_ = self.output.read_text().split()
         assert (ready, metrics) == ("ready", "metrics") and metrics_url.endswith("/metrics")
         self.http_url, self.grpc_url = http.removeprefix("http://"), grpc.removeprefix("grpc://")
         self.server_pid = int(next(self._run_folders()).name.split("-")[1])
