@@ -45,7 +45,7 @@ def output_counts_reference(base: Tensor, source: Tensor, drafts: Tensor) -> Ten
     """
     counts = base[source]
     rows, columns = (drafts != NO_ID).nonzero(as_tuple=True)
-    one = torch.ones(1, dtype=counts.dtype)
+    one = torch.ones(1, dtype=counts.dtype, device=counts.device)
     return counts.index_put_((rows, drafts[rows, columns]), one, accumulate=True)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,8 +60,13 @@ class PagedCache:
                 )
             )
 
-    def zero(self, kind: Kind, pages: Tensor) -> None:
+    def zero(self, fresh: Mapping[Kind, np.ndarray]) -> None:
         """Clears recycled pages: a tail that was never written must not hold another sequence's numbers."""
+        for kind, pages in fresh.items():
+            if len(pages):
+                self._zero(kind, torch.from_numpy(pages))
+
+    def _zero(self, kind: Kind, pages: Tensor) -> None:
         if kind is Kind.CONV:
             size = self.page_size[kind]
             slots = (pages[:, None] * size + torch.arange(size)).flatten()

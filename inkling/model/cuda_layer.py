@@ -28,12 +28,13 @@ from kernels.cuda.swiglu import swiglu
 
 @dataclass
 class AttentionPlan:
-    """How a pass attends in the layers of one kind: by ``parts`` where all segments are short, else by ``tiles``."""
+    """How a pass attends in the layers of one kind: short segments by ``parts``, long ones by ``tiles``."""
 
     pages: Tensor  # int32 [slots, pages of one sequence]
-    max_rows: int  # of a segment
+    max_rows: int  # of a short segment
     parts: SegmentParts | None = None
     tiles: Tensor | None = None  # int32 [tiles, 2] of ``prompt_tiles``
+    short_segments: Tensor | None = None  # the pass's, slot -1 for those in ``tiles``; None: all are short
 
 
 @dataclass
@@ -112,12 +113,13 @@ class CudaLayer:
             linear(a, attn.qkvr), attn.q_norm, attn.k_norm, self.kv_taps, self.rel_proj, cache.kv_conv, cache.keys,
             cache.values, q, bank, batch.rows, batch.conv_pages, batch.conv_page_size, plan.pages, g, pass_keys=new,
         )  # fmt: skip
-        out = a.new_zeros(num_rows, g.num_heads * g.head_dim)  # rows of no segment stay as they are
+        out = a.new_empty(num_rows, g.num_heads * g.head_dim)  # rows of padding hold anything, here and below
         segments = batch.rows.segments
         operands = (self.heads, q, bank, cache.keys, cache.values)
-        if plan.tiles is None:
-            decode_attention(*operands, plan.pages, segments, plan.parts, out, plan.max_rows)
-        else:
+        if plan.parts is not None:
+            short = segments if plan.short_segments is None else plan.short_segments
+            decode_attention(*operands, plan.pages, short, plan.parts, out, plan.max_rows)
+        if plan.tiles is not None:
             prompt_attention(*operands, new, plan.pages, segments, plan.tiles, out)
         return linear(out, attn.o)
 
@@ -129,7 +131,7 @@ class CudaLayer:
             return out if mlp.global_scale == 1.0 else out.mul_(mlp.global_scale)
         num_experts, num_shared = mlp.gate_bias.shape[0], mlp.shared_w2.shape[0]
         chosen = torch.empty(num_rows, self.num_chosen, dtype=torch.int32, device=m.device)
-        gamma = m.new_zeros(num_rows, self.num_chosen + num_shared, dtype=torch.float32)
+        gamma = m.new_empty(num_rows, self.num_chosen + num_shared, dtype=torch.float32)
         logits = linear(m, mlp.gate, out_dtype=torch.float32)
         choose_experts(logits, mlp.gate_bias, rows.slot, self.router_scale, chosen, gamma)
         groups = allocate_groups(num_rows, self.num_chosen, num_experts, m.device)
@@ -140,6 +142,6 @@ class CudaLayer:
         down(act, mlp.w2, chosen, groups, slots)
         shared = m.new_empty(num_rows, self.shared_w2.shape[1])
         shared = linear(swiglu(linear(m, self.shared_w13), shared, gamma, num_shared), self.shared_w2)
-        out = torch.zeros_like(m)
+        out = torch.empty_like(m)
         combine_slots(slots, chosen, gamma, shared, out)
         return out

@@ -16,15 +16,11 @@ from inkling.model.batch import Pass, PassShape, build_pass
 from inkling.model.cache import PagedCache
 from inkling.model.mtp import MtpModel
 from inkling.model.scoring import ROWS_AT_ONCE, score, widened
-from inkling.model.slots import Slots
+from inkling.model.slots import Slots, positions_per_slot
 from inkling.model.target import TargetModel
 from inkling.model.token_rules import TokenRules
 from inkling.protocol import DraftStep, Kind, TargetStep, ring_rows, unpack
 from kernels.rows import find_row_quantum, padded_rows, set_row_quantum
-
-
-def _positions_per_slot(max_context: int, num_draft_tokens: int) -> int:
-    return max_context + num_draft_tokens + 1
 
 
 class TargetRunner:
@@ -52,7 +48,7 @@ class TargetRunner:
             device=model.weights.embed.device,
         )
         self.slots = Slots(
-            num_slots, _positions_per_slot(max_context, num_draft_tokens), page_size, generation
+            num_slots, positions_per_slot(max_context, num_draft_tokens), page_size, generation
         )
         self.rules = TokenRules(model.weights.head.shape[0])
 
@@ -64,7 +60,7 @@ class TargetRunner:
     def step_scored(self, control: np.ndarray) -> tuple[np.ndarray, Tensor, np.ndarray]:
         """The same, and LOGPROBS int32 [scored, 2 + 2K]."""
         message = unpack(TargetStep, control)
-        self.slots.begin(message, self.cache)
+        self.cache.zero(self.slots.begin(message))
         self.rules.begin(message)
         self.rules.advance(message)
         slots, firsts, counts, draws = message.segments.T.astype(np.int64)
@@ -143,7 +139,7 @@ class DraftRunner:
             device=model.embed.device,
         )
         self.slots = Slots(
-            num_slots, _positions_per_slot(max_context, num_draft_tokens), page_size, generation
+            num_slots, positions_per_slot(max_context, num_draft_tokens), page_size, generation
         )
         self.ring_rows = ring_rows(num_depths)
         # target states of entries that later windows may need again: entry p stands in row p % ring_rows
@@ -155,7 +151,7 @@ class DraftRunner:
     def step(self, control: np.ndarray, hidden: Tensor) -> np.ndarray:
         """CONTROL (DraftStep) and the target's states [T, H] -> drafts int32, segment by segment."""
         message = unpack(DraftStep, control)
-        self.slots.begin(message, self.cache)
+        self.cache.zero(self.slots.begin(message))
         windows = _Windows(message)
         states = self._window_states(windows, hidden)
         self._keep(message.segments.astype(np.int64), hidden)

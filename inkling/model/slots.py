@@ -10,10 +10,14 @@ from torch import Tensor
 
 from inkling.errors import GenerationError, StepGapError
 from inkling.model.batch import PageTables
-from inkling.model.cache import PagedCache
 from inkling.protocol import Kind, SlotOptions, Step
 from kernels.head import greedy_reference
 from kernels.sampling import SamplingRows, sample
+
+
+def positions_per_slot(max_context: int, num_draft_tokens: int) -> int:
+    """Positions that a pass may touch: rows of drafts reach beyond the context."""
+    return max_context + num_draft_tokens + 1
 
 
 class Slots:
@@ -29,8 +33,11 @@ class Slots:
         self.log_probs = np.zeros(num_slots, np.int64)
         self.prompt_log_probs = np.zeros(num_slots, np.int64)
 
-    def begin(self, message: Step, cache: PagedCache) -> None:
-        """Applies a step's bookkeeping. Raises GenerationError or StepGapError and changes nothing then."""
+    def begin(self, message: Step) -> dict[Kind, np.ndarray]:
+        """Applies a step's bookkeeping; returns the pages per kind that begin to hold another sequence.
+
+        Raises GenerationError or StepGapError and changes nothing then.
+        """
         if message.generation != self.generation:
             raise GenerationError(
                 f"the step is for generation {message.generation}, this process knows {self.generation}; "
@@ -42,10 +49,8 @@ class Slots:
             )
         for words in message.opens:
             self._open(SlotOptions.from_words(words))
-        for kind, fresh in self.tables.assign(message.pages).items():
-            if len(fresh):
-                cache.zero(kind, torch.from_numpy(fresh))
         self.last_step = message.step
+        return self.tables.assign(message.pages)
 
     def _open(self, options: SlotOptions) -> None:
         slot = options.slot

@@ -31,12 +31,14 @@ class SlotRules:
     """One open slot. Positions below ``end`` are in the history; ``drafts`` are the ids from ``end`` on."""
 
     options: SlotOptions
+    # on the device of the logits:
     masked: Tensor  # ids int64 that may not be drawn below options.min_position
     bias_ids: Tensor  # int64
     bias: Tensor  # fp32
-    words: Tensor  # [B, L + 1] int64, bad words, padded on the left
     in_prompt: Tensor | None  # [V'] bool
     counts: Tensor | None  # [V'] int32, times in the output
+    # on the CPU:
+    words: Tensor  # [B, L + 1] int64, bad words, padded on the left
     recent: np.ndarray  # [L] int64, the output's last ids
     end: int = 0
     drafts: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
@@ -49,8 +51,9 @@ class SlotRules:
         prompt = max(0, self.options.prompt_length - self.end)
         self.end += len(ids)
         if self.counts is not None:
-            self.in_prompt[torch.from_numpy(ids[:prompt])] = True
-            self.counts += torch.bincount(torch.from_numpy(ids[prompt:]), minlength=len(self.counts))
+            known = torch.from_numpy(ids).to(self.counts.device)
+            self.in_prompt[known[:prompt]] = True
+            self.counts += torch.bincount(known[prompt:], minlength=len(self.counts))
         self.recent = _last(np.concatenate((self.recent, ids[prompt:])), self.recent.size)
 
     def begin_segment(self, first: int, ids: np.ndarray, num_drafts: int) -> None:
@@ -64,8 +67,8 @@ class SlotRules:
 
 
 class TokenRules:
-    def __init__(self, vocab_size: int):
-        self._vocab_size = vocab_size
+    def __init__(self, vocab_size: int, device: torch.device | str = "cpu"):
+        self._vocab_size, self._device = vocab_size, device
         self._slots: dict[int, SlotRules] = {}  # slots with a setting that shapes logits
 
     def begin(self, message: TargetStep) -> None:
@@ -85,6 +88,8 @@ class TokenRules:
 
     def advance(self, message: TargetStep) -> None:
         """Takes the ids of a step's segments into the histories."""
+        if not self._slots:
+            return
         start = 0
         for slot, first, rows, draws in message.segments.tolist():
             rules = self._slots.get(slot)
@@ -92,6 +97,10 @@ class TokenRules:
                 ids = message.ids[start : start + rows].astype(np.int64)
                 rules.begin_segment(first, ids, max(0, draws - 1))
             start += rows
+
+    def apply_to(self, slots: np.ndarray) -> bool:
+        """Whether a setting shapes the logits of one of ``slots``."""
+        return bool(self._slots) and any(slot in self._slots for slot in slots.tolist())
 
     def shape(self, logits: Tensor, slots: np.ndarray, positions: np.ndarray) -> Tensor:
         """Logits [n, V'] fp32 to draw from, for ``positions`` [n] of ``slots`` [n]; the input stays as it is."""
@@ -101,7 +110,7 @@ class TokenRules:
         rules = [self._slots[slots[i]] for i in shaped]
         at = positions[shaped].tolist()  # a row's id stands at the position before the one that it draws
         before = [r.drafts[: max(0, p - r.end)] for r, p in zip(rules, at, strict=True)]
-        index = torch.tensor(shaped)
+        index = torch.tensor(shaped, device=logits.device)
         rows = self._penalize(logits.index_select(0, index), rules, before)
         for row, (r, position) in enumerate(zip(rules, at, strict=True)):
             if len(r.bias_ids):
@@ -111,7 +120,7 @@ class TokenRules:
             if len(r.words):
                 recent = _last(np.concatenate((r.recent, before[row])), r.recent.size)
                 matched, ids = completions_reference(torch.from_numpy(recent)[None], r.words)
-                ban_reference(rows, matched + row, ids)
+                ban_reference(rows, (matched + row).to(rows.device), ids.to(rows.device))
         return logits.index_copy(0, index, rows)
 
     @staticmethod
@@ -122,19 +131,20 @@ class TokenRules:
         mine = [rules[i] for i in penalized]
         sources = {r.options.slot: r for r in mine}
         order = {slot: i for i, slot in enumerate(sources)}
-        source = torch.tensor([order[r.options.slot] for r in mine])
+        device = logits.device
+        source = torch.tensor([order[r.options.slot] for r in mine], device=device)
         drafts = np.full((len(mine), max(len(before[i]) for i in penalized)), NO_ID)
         for row, i in enumerate(penalized):
             drafts[row, : len(before[i])] = before[i]
         counts = torch.stack([r.counts for r in sources.values()])
         rows = PenaltyRows(
-            torch.tensor([r.options.repetition_penalty for r in mine]),
-            torch.tensor([r.options.presence_penalty for r in mine]),
-            torch.tensor([r.options.frequency_penalty for r in mine]),
+            torch.tensor([r.options.repetition_penalty for r in mine], device=device),
+            torch.tensor([r.options.presence_penalty for r in mine], device=device),
+            torch.tensor([r.options.frequency_penalty for r in mine], device=device),
             torch.stack([r.in_prompt for r in sources.values()])[source],
-            output_counts_reference(counts, source, torch.from_numpy(drafts)),
+            output_counts_reference(counts, source, torch.from_numpy(drafts).to(device)),
         )
-        index = torch.tensor(penalized)
+        index = torch.tensor(penalized, device=device)
         return logits.index_copy(0, index, penalize_reference(logits[index], rows))
 
     def _rules(self, options: SlotOptions, message: TargetStep) -> SlotRules | None:
@@ -149,14 +159,15 @@ class TokenRules:
         ) != (1.0, 0.0, 0.0)
         if not (len(masked) or len(bias) or len(words) or is_penalized):
             return None
+        device = self._device
         return SlotRules(
             options,
-            torch.from_numpy(masked),
-            torch.from_numpy(bias[:, 0]),
-            torch.from_numpy(bias[:, 1].astype(np.int32).view(np.float32)),
+            torch.from_numpy(masked).to(device),
+            torch.from_numpy(bias[:, 0]).to(device),
+            torch.from_numpy(bias[:, 1].astype(np.int32).view(np.float32)).to(device),
+            torch.zeros(self._vocab_size, dtype=torch.bool, device=device) if is_penalized else None,
+            torch.zeros(self._vocab_size, dtype=torch.int32, device=device) if is_penalized else None,
             torch.from_numpy(words),
-            torch.zeros(self._vocab_size, dtype=torch.bool) if is_penalized else None,
-            torch.zeros(self._vocab_size, dtype=torch.int32) if is_penalized else None,
             np.full(words.shape[1] - 1, NO_ID),
         )
 

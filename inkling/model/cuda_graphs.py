@@ -1,0 +1,100 @@
+"""CUDA graphs of the steps that occur again and again, by size; steps between two sizes run padded to the larger."""
+
+from __future__ import annotations
+
+import gc
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+
+_SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # at most a third of padding
+
+Report = Callable[[str], None]
+
+
+def bucket_sizes(most: int) -> list[int]:
+    """Ascending sizes up to ``most``, which is one of them."""
+    return [size for size in _SIZES if size < most] + [most]
+
+
+def bucket_of(sizes: Sequence[int], size: int) -> int | None:
+    """The smallest of ``sizes`` that holds ``size``; None when none does."""
+    index = bisect_left(sizes, size)
+    return sizes[index] if index < len(sizes) else None
+
+
+class DeviceStream:
+    """The one stream on which a runner works, beside the default one; nothing on the CPU, where all is in order."""
+
+    def __init__(self, device: torch.device):
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def __call__(self) -> AbstractContextManager:
+        return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
+
+    def synchronize(self) -> None:
+        if self.stream is not None:
+            self.stream.synchronize()
+
+
+class StepGraphs:
+    """Captured runs by key. All share one memory pool: they run one after another, and nothing in it outlives a run."""
+
+    def __init__(self, stream: DeviceStream):
+        self._stream = stream
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._pool: tuple[int, int] | None = None
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._graphs
+
+    def replay(self, key: Hashable) -> None:
+        """On the current stream."""
+        self._graphs[key].replay()
+
+    def capture(self, keys: Sequence[Hashable], run: Callable, report: Report, what: str) -> None:
+        """Captures ``run(key)`` for every key, after running it once as it is: kernels compile and load then.
+
+        Largest first, so that the pool is as large as the largest. ``report`` gets time and memory of each.
+        """
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        began = time.monotonic()
+        with self._stream(), _no_collection():
+            for index, key in enumerate(keys):
+                start, before = time.monotonic(), _reserved_mb()
+                run(key)
+                self._stream.synchronize()
+                ran, graph = time.monotonic(), torch.cuda.CUDAGraph()
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    run(key)
+                finally:
+                    graph.capture_end()
+                self._graphs[key] = graph
+                captured = time.monotonic()
+                report(
+                    f"{what} graph {index + 1} of {len(keys)} {key}: first run {ran - start:.2f} s, capture "
+                    f"{captured - ran:.2f} s, {_reserved_mb() - before:.0f} MB"
+                )
+        report(f"{what}: {len(keys)} graphs in {time.monotonic() - began:.1f} s")
+
+
+def _reserved_mb() -> float:
+    """Memory of this process's device that is not free, graphs' own included."""
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 1e6
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """A garbage collection inside a capture could free memory, which a capture forbids."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

@@ -1,0 +1,63 @@
+"""The engine over the CUDA runners of a checkpoint, in this process: on the GPU, else in Triton's interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from inkling.deployment import Deployment
+from inkling.engine.pages import CacheLayout, Model
+from inkling.model.cuda_draft import CudaDraftRunner
+from inkling.model.cuda_runner import CudaTargetRunner
+from inkling.model.weights import load_draft, load_target
+from inkling.protocol import Kind
+from inkling.settings import Settings
+from tests.in_process import GENERATION, LocalModels
+
+
+class CudaModels(LocalModels):
+    """``LocalModels`` on ``device``, in bf16; graphs are captured when ``capture`` is called."""
+
+    def __init__(self, checkpoint: Path | str, device: str, **settings: object):
+        values = {"checkpoint": str(checkpoint), "dtype": "bfloat16", **settings}
+        self.deployment = deployment = Deployment.of(Settings.from_values(values))
+        config, depths = deployment.config, deployment.num_draft_tokens
+        load = {"dtype": deployment.dtype, "device": device}
+        self.weights = load_target(checkpoint, config, **load)
+        self.target = CudaTargetRunner(config, self.weights, **self.sizes(deployment.layout, Model.TARGET))
+        self.draft = None
+        if depths:
+            draft_weights = load_draft(checkpoint, config, depths, **load)
+            sizes = self.sizes(deployment.layout, Model.DRAFT)
+            self.draft = CudaDraftRunner(config, draft_weights, self.weights.embed, self.weights.head, **sizes)
+
+    def sizes(self, layout: CacheLayout, model: Model) -> dict:
+        """Keyword arguments of a runner."""
+        settings, pools = self.deployment.settings, dict(zip(Kind, layout.pools(model), strict=True))
+        return {
+            "generation": GENERATION,
+            "num_slots": settings.max_running_sequences,
+            "max_context": self.deployment.max_context,
+            "num_draft_tokens": self.deployment.num_draft_tokens,
+            "page_size": {kind: pool.page_size for kind, pool in pools.items()},
+            "num_pages": {kind: pool.num_pages for kind, pool in pools.items()},
+            "max_tokens_per_step": settings.max_tokens_per_step,
+        }
+
+    def capture(self, report=lambda line: None) -> None:
+        self.target.capture(report)
+        if self.draft is not None:
+            self.draft.capture(report)
+
+    @contextmanager
+    def without_graphs(self) -> Iterator[None]:
+        runners = [runner for runner in (self.target, self.draft) if runner is not None]
+        kept = [runner.graphs for runner in runners]
+        for runner in runners:
+            runner.graphs = type(runner.graphs)(runner.stream)
+        try:
+            yield
+        finally:
+            for runner, graphs in zip(runners, kept, strict=True):
+                runner.graphs = graphs
