@@ -37,6 +37,13 @@ class Deployment:
         return self.plan.layout
 
     @property
+    def device(self) -> torch.device:
+        """Of target and draft; naming a GPU does not open it."""
+        return (
+            torch.device("cuda", self.settings.gpu) if self.settings.device == "cuda" else torch.device("cpu")
+        )
+
+    @property
     def sends_hidden(self) -> bool:
         """Whether hidden states travel as tensors through the server; else target and draft share a ring of them."""
         return self.settings.hidden_transport == "dlpack" and self.num_draft_tokens > 0
@@ -73,9 +80,8 @@ class Deployment:
             else:
                 memory_bytes = int((1 - UNUSED) * gpu_bytes(settings.gpu))
         uses_ring = settings.hidden_transport == "ring" and drafts > 0
-        shared = SharedLayout.of(
-            config, weight_dtype, dtype, ring_rows=settings.max_tokens_per_step if uses_ring else 0
-        )
+        padded_rows = max(settings.max_tokens_per_step, settings.max_running_sequences * (drafts + 1))
+        shared = SharedLayout.of(config, weight_dtype, dtype, ring_rows=padded_rows if uses_ring else 0)
         plan = plan_memory(
             config,
             settings,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from inkling.errors import ProtocolError
@@ -26,9 +27,13 @@ class HiddenRing:
         """[R, H]; the rows beyond those of the step hold older states."""
         return self.states[step % len(self.states)]
 
-    def put(self, step: int, hidden: Tensor) -> Tensor:
-        """Stores ``hidden`` [T, H] and returns its copy. Raises ProtocolError when T exceeds R."""
+    def put(self, step: int, hidden: Tensor) -> None:
+        """Stores ``hidden`` [T, H], unless it was written here to begin with. Raises ProtocolError when T exceeds R."""
         slot = self.of_step(step)
+        if slot.data_ptr() == hidden.data_ptr():
+            return
         if len(hidden) > len(slot):
             raise ProtocolError(f"step {step} has {len(hidden)} rows, the ring of hidden states {len(slot)}")
-        return slot[: len(hidden)].copy_(hidden)
+        slot[: len(hidden)].copy_(hidden)
+        if slot.is_cuda:
+            torch.cuda.synchronize(slot.device)  # the other process reads as soon as it is called

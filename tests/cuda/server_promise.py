@@ -319,7 +319,9 @@ def main(
                 unmeasured += 1
                 continue
             print(f"{name}:", flush=True)
-            answers = Answers(out / f"answers-{Path(part.checkpoint).name.replace(':', '-').split('?')[0]}.json")
+            answers = Answers(
+                out / f"answers-{Path(part.checkpoint).name.replace(':', '-').split('?')[0]}.json"
+            )
             try:
                 record = run_part(part, device, clients, answers)
             except Exception as error:  # the other parts say more

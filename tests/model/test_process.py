@@ -7,22 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from torch import Tensor
 
-from inkling.deployment import Deployment
-from inkling.engine.channel import Session
-from inkling.engine.loop import Engine
-from inkling.engine.request import GenerateRequest, SamplingParams, StopRules
-from inkling.engine.scheduler import EngineLimits
 from inkling.errors import GenerationError, ModelError, ProtocolError
 from inkling.model.process import DraftProcess, TargetProcess
 from inkling.protocol import DraftStep, TargetStep, pack
 from inkling.run_folder import RunFolder
 from inkling.settings import Settings
 from inkling.testing import write_random_checkpoint
-from tests.engine.harness import RecordedReply
-
-PROMPTS = [tuple(range(3, 3 + length)) for length in (1, 5, 40, 70)]
+from tests.model.processes import load, run, settings_of
 
 
 @pytest.fixture(scope="module")
@@ -32,61 +24,19 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def load(checkpoint: Path, folder: Path, **settings: object) -> tuple[TargetProcess, DraftProcess, RunFolder]:
-    values = Settings(str(checkpoint), threads=1, max_context=128, max_tokens_per_step=32, **settings)
-    run_folder = RunFolder.of_server(folder, os.getpid())
-    target = TargetProcess(values, run_folder, lambda line: None)
-    return target, DraftProcess(values, run_folder, lambda line: None), run_folder
-
-
-class Target:
-    """The process as the loop calls it."""
-
-    def __init__(self, process: TargetProcess):
-        self.process = process
-
-    def step(self, control: np.ndarray) -> tuple[np.ndarray, Tensor | None]:
-        return self.process.step(control)[:2]
-
-
-class Draft:
-    def __init__(self, process: DraftProcess):
-        self.process = process
-        self.drafts: list[np.ndarray] = []  # of every step
-        self.num_sent = 0
-
-    def step(self, control: np.ndarray, hidden: Tensor | None) -> np.ndarray:
-        self.num_sent += hidden is not None
-        self.drafts.append(self.process.step(control, hidden))
-        return self.drafts[-1]
-
-
-def run(checkpoint: Path, folder: Path, transport: str) -> Draft:
-    target, draft, run_folder = load(checkpoint, folder, hidden_transport=transport)
-    record = run_folder.record()
-    deployment = Deployment.of(Settings(str(checkpoint), max_context=128, max_tokens_per_step=32))
-    limits = EngineLimits.of(deployment.settings, deployment.max_context, deployment.num_draft_tokens)
-    recorded = Draft(draft)
-    session = Session(record.key_words, record.generation)
-    engine = Engine(limits, deployment.layout, Target(target), recorded, session)
-    for i, prompt in enumerate(PROMPTS):
-        sampling = SamplingParams(temperature=i % 2 * 0.8, seed=i)
-        stop = StopRules(max_tokens=20)
-        engine.submit(GenerateRequest(prompt, sampling, stop, num_draft_tokens=3), RecordedReply())
-    while engine.step():
-        pass
-    return recorded
-
-
 def test_the_ring_gives_the_drafts_that_sent_tensors_give_and_sends_none(checkpoint, tmp_path):
-    ring, sent = (run(checkpoint, tmp_path / transport, transport) for transport in ("ring", "dlpack"))
-    assert len(ring.drafts) == len(sent.drafts) > 20
+    (ring, answers), (sent, other_answers) = (
+        run(settings_of(checkpoint, hidden_transport=transport), tmp_path / transport)
+        for transport in ("ring", "dlpack")
+    )
+    assert answers == other_answers and all(len(ids) == 20 for ids in answers)
+    assert len(ring.drafts) == len(sent.drafts) >= 10
     assert all(np.array_equal(a, b) for a, b in zip(ring.drafts, sent.drafts, strict=True))
     assert ring.num_sent == 0 < sent.num_sent
 
 
 def test_embedding_and_head_exist_once(checkpoint, tmp_path):
-    target, draft, _ = load(checkpoint, tmp_path)
+    target, draft, _ = load(settings_of(checkpoint), tmp_path)
     ours, theirs = target._runner.model.weights, draft._runner.model
     for mine, other in ((ours.embed, theirs.embed), (ours.head, theirs.head)):
         assert mine.data_ptr() != other.data_ptr()
@@ -95,8 +45,8 @@ def test_embedding_and_head_exist_once(checkpoint, tmp_path):
 
 
 def test_a_message_of_another_generation_is_refused_by_both(checkpoint, tmp_path):
-    target, draft, _ = load(checkpoint, tmp_path)
-    _, _, other_folder = load(checkpoint, tmp_path / "other")  # a target that restarted
+    target, draft, _ = load(settings_of(checkpoint), tmp_path)
+    _, _, other_folder = load(settings_of(checkpoint), tmp_path / "other")  # a target that restarted
     record = other_folder.record()
     for kind, step in ((TargetStep, target.step), (DraftStep, lambda c: draft.step(c, None))):
         with pytest.raises(GenerationError, match="restart the server"):
@@ -104,13 +54,13 @@ def test_a_message_of_another_generation_is_refused_by_both(checkpoint, tmp_path
 
 
 def test_the_draft_needs_the_states_that_are_not_in_a_ring(checkpoint, tmp_path):
-    _, draft, _ = load(checkpoint, tmp_path, hidden_transport="dlpack")
+    _, draft, _ = load(settings_of(checkpoint, hidden_transport="dlpack"), tmp_path)
     with pytest.raises(ProtocolError, match="HIDDEN is missing, and hidden_transport is 'dlpack'"):
         draft.step(np.zeros(64, np.int32), None)
 
 
 def test_a_server_without_drafts_has_no_draft_model(checkpoint, tmp_path):
-    target, draft, run_folder = load(checkpoint, tmp_path, num_draft_tokens=0)
+    target, draft, run_folder = load(settings_of(checkpoint, num_draft_tokens=0), tmp_path)
     assert target._ring is None and run_folder.record().block.num_bytes > 0
     with pytest.raises(ProtocolError, match="num_draft_tokens is 0"):
         draft.step(np.zeros(64, np.int32), None)
