@@ -37,11 +37,11 @@ def test_the_runner_leaves_the_states_in_the_ring_and_the_draft_takes_them_there
         puts.append(step)
 
     monkeypatch.setattr(HiddenRing, "put", put)
-    ring, answers = run(settings, tmp_path / "ring", [(3,), (7, 5)], max_tokens=3)
+    ring, answers = run(settings, tmp_path / "ring", [(7, 5, 3)], max_tokens=6)
     sent, other_answers = run(
-        replace(settings, hidden_transport="dlpack"), tmp_path / "dlpack", [(3,), (7, 5)], max_tokens=3
+        replace(settings, hidden_transport="dlpack"), tmp_path / "dlpack", [(7, 5, 3)], max_tokens=6
     )
-    assert answers == other_answers and all(len(ids) == 3 for ids in answers)
+    assert answers == other_answers and all(len(ids) == 6 for ids in answers)
     assert len(ring.drafts) == len(sent.drafts) > 1
     assert all(np.array_equal(a, b) for a, b in zip(ring.drafts, sent.drafts, strict=True))
     assert ring.num_sent == 0 < sent.num_sent and puts == list(range(1, len(puts) + 1))
