@@ -14,7 +14,6 @@ import torch
 from inkling.device_memory import BlockHandle, export_block, gpu_bytes, map_block, use_gpu
 from inkling.errors import ModelError, SettingsError
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 NUM_BYTES = (5 << 20) + 3 * 256  # no multiple of the driver's granularity
 
 MAP = """
@@ -30,7 +29,7 @@ print(before - torch.cuda.mem_get_info()[0])
 """
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_another_process_reads_and_writes_the_same_memory(tmp_path: Path) -> None:
     device = use_gpu(0)
     allocated = torch.cuda.memory_allocated()
@@ -46,7 +45,7 @@ def test_another_process_reads_and_writes_the_same_memory(tmp_path: Path) -> Non
     assert bool((block.view(torch.int32) == 9).all())
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_a_block_of_another_gpu_or_a_broken_handle_is_refused() -> None:
     device = use_gpu(0)
     _, handle = export_block(256, device, Path("unused"))
@@ -58,7 +57,7 @@ def test_a_block_of_another_gpu_or_a_broken_handle_is_refused() -> None:
         map_block(replace(handle, ipc="00" * 64), device)
 
 
-@needs_gpu
+@pytest.mark.gpu
 def test_a_gpu_that_is_not_there_is_refused_with_the_range() -> None:
     with pytest.raises(SettingsError, match=f"gpu is 99; CUDA shows {torch.cuda.device_count()}"):
         gpu_bytes(99)
