@@ -45,7 +45,7 @@ class TritonPythonModel:
         self._engine = Engine(limits, deployment.layout, target, draft, session)
         self._engine.start()
         threading.Thread(
-            target=self._folder.serve_drain, args=(self._engine.drain,), name="drain", daemon=True
+            target=self._folder.serve_drain, args=(self._drain,), name="drain", daemon=True
         ).start()
 
     def execute(self, requests: list) -> None:
@@ -60,11 +60,16 @@ class TritonPythonModel:
             except Exception as error:
                 send_error(pb_utils, sender, InklingError(f"the request could not be read: {error!r}"))
 
-    def finalize(self) -> None:
-        self._engine.close()
+    def _drain(self, timeout_s: float) -> bool:
+        if not self._engine.drain(timeout_s):
+            return False
         scheduler = self._engine.scheduler
         totals = {"preemptions": scheduler.num_preemptions, "prefix_hits": scheduler.prefixes.num_hits}
         _report(f"totals {json.dumps(totals)}")
+        return True
+
+    def finalize(self) -> None:
+        self._engine.close()
         self._folder.remove()
 
 
