@@ -85,10 +85,12 @@ class CudaDraftRunner:
             arrays=_draft_arrays(num_slots, num_depths, rows), device=device,
         )  # fmt: skip
         self.drafts = torch.zeros(max(1, num_depths), num_slots, dtype=torch.int32, device=device)
-        self._host_drafts = torch.zeros(self.drafts.shape, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._host_drafts = torch.zeros(
+            self.drafts.shape, dtype=torch.int32, pin_memory=device.type == "cuda"
+        )
         self._drawn = allocate_drawn(num_slots, head)
         self.stream = DeviceStream(device)
-        self.graphs = StepGraphs(self.stream)
+        self.graphs = StepGraphs(self.stream, self._run_regular, "draft")
         self._sequence_sizes = bucket_sizes(num_slots)
 
     def capture(self, report: Report = lambda line: None) -> None:
@@ -109,7 +111,7 @@ class CudaDraftRunner:
         with torch.inference_mode():
             self.passes.buffer.upload("ids", len(host["ids"]))
             torch.cuda.synchronize()
-            self.graphs.capture(keys, self._run_regular, report, "draft")
+            self.graphs.capture(keys, report)
 
     @torch.inference_mode()
     def step(self, control: np.ndarray, hidden: Tensor) -> np.ndarray:
@@ -128,7 +130,11 @@ class CudaDraftRunner:
         return drawn[np.arange(drawn.shape[1]) < windows.drafts[:, None]]
 
     def _run(self, windows: _Windows, ids: np.ndarray) -> None:
-        num_segments, num_rows, longest = len(windows.slots), int(windows.counts.sum()), int(windows.counts.max())
+        num_segments, num_rows, longest = (
+            len(windows.slots),
+            int(windows.counts.sum()),
+            int(windows.counts.max()),
+        )
         has_filters = self._write(windows, ids)
         key = self._graph_key(windows, num_rows, longest, has_filters)
         self.passes.write_segments(
@@ -186,7 +192,10 @@ class CudaDraftRunner:
 
     def _run_chain(self, key: ChainKey, rows: Rows, batch: Mapping[Kind, CudaPass], has_draws: bool) -> None:
         """States of the windows, then depth by depth."""
-        arrays, ring = self.passes.buffer.device, (self.ring, self.passes.buffer.device["records"][: key.sequences])
+        arrays, ring = (
+            self.passes.buffer.device,
+            (self.ring, self.passes.buffer.device["records"][: key.sequences]),
+        )
         hidden_size = self.config.hidden_size
         states = torch.empty(key.rows, hidden_size, dtype=torch.bfloat16, device=self.embed.device)
         if key.rows:
@@ -194,9 +203,7 @@ class CudaDraftRunner:
         keep_states(arrays["address"], *ring, self.ring_rows)
         ids = torch.empty(key.rows, dtype=torch.int32, device=self.embed.device)
         for k in range(key.depths):
-            depth_ids(
-                k, arrays["windows_known"], arrays["ids"], self.drafts, rows, self.embed.shape[0], ids
-            )
+            depth_ids(k, arrays["windows_known"], arrays["ids"], self.drafts, rows, self.embed.shape[0], ids)
             states = self._run_depth(k, states, ids, batch[self.cache.kinds[k]])
             if has_draws:
                 self._draw(k, key, states)
@@ -206,7 +213,14 @@ class CudaDraftRunner:
         depth, weights, eps = self.weights.depths[k], self.weights, self.config.rms_norm_eps
         both = states.new_empty(states.shape[0], 2 * states.shape[1])
         dual_norm_cat(
-            states, depth.hidden_norm, ids, self.embed, weights.backbone_embed_norm, depth.embed_norm, eps, both
+            states,
+            depth.hidden_norm,
+            ids,
+            self.embed,
+            weights.backbone_embed_norm,
+            depth.embed_norm,
+            eps,
+            both,
         )
         x = linear(both, depth.input_proj)
         normed = rms_norm(x, depth.block.attn_norm, eps, torch.empty_like(x))

@@ -83,7 +83,9 @@ class TargetDraws:
         """Int32 [n], after the stream has been waited for."""
         return self._host_tokens[: len(self._step[0])].numpy().copy()
 
-    def score_prompt(self, hidden: Tensor, rows: np.ndarray, ids: np.ndarray, slots: np.ndarray) -> np.ndarray:
+    def score_prompt(
+        self, hidden: Tensor, rows: np.ndarray, ids: np.ndarray, slots: np.ndarray
+    ) -> np.ndarray:
         """Scores of prompt tokens ``ids`` [n] that follow ``rows`` [n]."""
         num_top = int(self._slots.prompt_log_probs[slots].max(initial=1)) - 1
         device, parts = self._head.device, [np.empty((0, 2 + 2 * num_top), np.int32)]
@@ -91,7 +93,9 @@ class TargetDraws:
             part = slice(start, start + LOGIT_ROWS)
             index = torch.from_numpy(rows[part].astype(np.int32)).to(device)
             scores = score_rows(
-                self._logits_of(hidden, index), torch.from_numpy(ids[part].astype(np.int64)).to(device), num_top
+                self._logits_of(hidden, index),
+                torch.from_numpy(ids[part].astype(np.int64)).to(device),
+                num_top,
             )
             parts.append(widened(scores.cpu().numpy(), num_top))
         return np.concatenate(parts)
@@ -123,7 +127,9 @@ class TargetDraws:
             sample(shaped, self._sampling(part), tokens[part], row_max, log_sum, ranked=self._is_ranked)
             if len(scored := np.flatnonzero(wanted[part])):
                 index = torch.from_numpy(scored).to(logits.device)
-                table = score_rows(logits.index_select(0, index), tokens[part].index_select(0, index), num_top)
+                table = score_rows(
+                    logits.index_select(0, index), tokens[part].index_select(0, index), num_top
+                )
                 scores.append(widened(table.cpu().numpy(), num_top))
         return np.concatenate(scores)
 
@@ -131,4 +137,6 @@ class TargetDraws:
         if not self._is_sampled:
             return None
         arrays = self._buffer.device
-        return SamplingRows(**{name: arrays[f"draw_{name}"][part] for name in SamplingRows.__dataclass_fields__})
+        return SamplingRows(
+            **{name: arrays[f"draw_{name}"][part] for name in SamplingRows.__dataclass_fields__}
+        )

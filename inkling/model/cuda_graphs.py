@@ -27,10 +27,12 @@ def bucket_of(sizes: Sequence[int], size: int) -> int | None:
 
 
 class DeviceStream:
-    """The one stream on which a runner works, beside the default one; nothing on the CPU, where all is in order."""
+    """The one stream on which a runner works, from what the default one has done on; nothing on the CPU."""
 
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(device))
 
     def __call__(self) -> AbstractContextManager:
         return torch.cuda.stream(self.stream) if self.stream is not None else nullcontext()
@@ -41,10 +43,13 @@ class DeviceStream:
 
 
 class StepGraphs:
-    """Captured runs by key. All share one memory pool: they run one after another, and nothing in it outlives a run."""
+    """Captured runs by key. All share one memory pool: they run one after another, and nothing in it outlives a run.
 
-    def __init__(self, stream: DeviceStream):
-        self._stream = stream
+    ``run(key)`` launches a step of that size; it reads and writes buffers whose addresses never change.
+    """
+
+    def __init__(self, stream: DeviceStream, run: Callable, what: str):
+        self.stream, self.run, self.what = stream, run, what
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool: tuple[int, int] | None = None
 
@@ -55,32 +60,32 @@ class StepGraphs:
         """On the current stream."""
         self._graphs[key].replay()
 
-    def capture(self, keys: Sequence[Hashable], run: Callable, report: Report, what: str) -> None:
-        """Captures ``run(key)`` for every key, after running it once as it is: kernels compile and load then.
+    def capture(self, keys: Sequence[Hashable], report: Report) -> None:
+        """Captures ``run`` for every key, after running it once as it is: kernels compile and load then.
 
         Largest first, so that the pool is as large as the largest. ``report`` gets time and memory of each.
         """
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         began = time.monotonic()
-        with self._stream(), _no_collection():
+        with self.stream(), _no_collection():
             for index, key in enumerate(keys):
                 start, before = time.monotonic(), _reserved_mb()
-                run(key)
-                self._stream.synchronize()
+                self.run(key)
+                self.stream.synchronize()
                 ran, graph = time.monotonic(), torch.cuda.CUDAGraph()
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
-                    run(key)
+                    self.run(key)
                 finally:
                     graph.capture_end()
                 self._graphs[key] = graph
                 captured = time.monotonic()
                 report(
-                    f"{what} graph {index + 1} of {len(keys)} {key}: first run {ran - start:.2f} s, capture "
+                    f"{self.what} graph {index + 1} of {len(keys)} {key}: first run {ran - start:.2f} s, capture "
                     f"{captured - ran:.2f} s, {_reserved_mb() - before:.0f} MB"
                 )
-        report(f"{what}: {len(keys)} graphs in {time.monotonic() - began:.1f} s")
+        report(f"{self.what}: {len(keys)} graphs in {time.monotonic() - began:.1f} s")
 
 
 def _reserved_mb() -> float:

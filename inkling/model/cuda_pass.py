@@ -172,11 +172,9 @@ class CudaPasses:
 
     def short(self, rows: Rows, max_rows: int) -> dict[Kind, CudaPass]:
         """For segments of up to ``max_rows`` rows each."""
-        num_segments = rows.segments.shape[0]
-        return {
-            kind: self._pass(rows, AttentionPlan(self.pages[kind], max_rows, self._parts_of(kind, num_segments, max_rows)))
-            for kind in self.heads
-        }  # fmt: skip
+        parts = {kind: self._parts_of(kind, rows.segments.shape[0], max_rows) for kind in self.heads}
+        plans = {kind: AttentionPlan(self.pages[kind], max_rows, parts[kind]) for kind in self.heads}
+        return {kind: self._pass(rows, plan) for kind, plan in plans.items()}
 
     def mixed(self, rows: Rows, num_tiles: dict[Kind, int], has_short: bool) -> dict[Kind, CudaPass]:
         """For segments of any length, after ``write_tiles``."""

@@ -60,9 +60,7 @@ class CudaTargetRunner:
         self.rules = TokenRules(weights.head.shape[0], device)
         rows = output_rows(max_tokens_per_step, num_slots, num_draft_tokens)
         if outputs is None:
-            outputs = torch.zeros(
-                NUM_OUTPUTS, rows, config.hidden_size, dtype=torch.bfloat16, device=device
-            )
+            outputs = torch.zeros(NUM_OUTPUTS, rows, config.hidden_size, dtype=torch.bfloat16, device=device)
         self.outputs = outputs
         arrays = {"which_output": (torch.int32, (1,)), **draw_arrays(rows), "ids": (torch.int32, (rows,))}
         self.passes = CudaPasses(
@@ -73,7 +71,7 @@ class CudaTargetRunner:
             weights.head, config.mup_multiplier, self.slots, self.rules, self.passes.buffer, rows
         )
         self.stream = DeviceStream(device)
-        self.graphs = StepGraphs(self.stream)
+        self.graphs = StepGraphs(self.stream, lambda key: self._run_short(*key, key[0] * key[1]), "target")
         self._sequence_sizes = bucket_sizes(num_slots)
         self._row_sizes = bucket_sizes(num_draft_tokens + 1)
         self._which = 0
@@ -88,7 +86,7 @@ class CudaTargetRunner:
         with torch.inference_mode():
             self.passes.buffer.upload("ids", len(host["ids"]))
             torch.cuda.synchronize()
-            self.graphs.capture(keys, lambda key: self._run_short(*key, key[0] * key[1]), report, "target")
+            self.graphs.capture(keys, report)
 
     def step(self, control: np.ndarray) -> tuple[np.ndarray, Tensor]:
         """CONTROL (TargetStep) -> drawn tokens int32 [draws], hidden states bf16 [T, H] on the device.
@@ -102,13 +100,13 @@ class CudaTargetRunner:
         """The same, and LOGPROBS int32 [scored, 2 + 2K]."""
         message = unpack(TargetStep, control)
         self.slots.begin(message)
-        self.rules.begin(message)
-        self.rules.advance(message)
         slots, firsts, counts, draws = message.segments.T
         starts = np.cumsum(counts) - counts
         self._which = (self._which + 1) % len(self.outputs)
         hidden = self.outputs[self._which]
         with self.stream():
+            self.rules.begin(message)
+            self.rules.advance(message)
             self.passes.write_pages(message.pages)
             self._write_draws(slots, starts, firsts, counts, draws)
             self._run(slots, starts, firsts, counts, message.ids)

@@ -49,9 +49,7 @@ def _window_states_kernel(
 
 
 @triton.jit
-def _keep_states_kernel(
-    address, ring, records, RING: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
-):
+def _keep_states_kernel(address, ring, records, RING: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     record, back = records + tl.program_id(1) * 4, tl.program_id(0) + 1
     slot, count = tl.load(record), tl.load(record + 3)
     if (slot >= 0) & (back <= count):
@@ -87,7 +85,9 @@ def _depth_ids_kernel(
     tl.store(out + row, tl.where(held, token, -1), mask=row < num_rows)
 
 
-def window_states(address: Tensor, ring: Tensor, records: Tensor, rows: Rows, ring_rows: int, out: Tensor) -> None:
+def window_states(
+    address: Tensor, ring: Tensor, records: Tensor, rows: Rows, ring_rows: int, out: Tensor
+) -> None:
     """Target states of the windows' rows -> ``out`` bf16 [T, H]; padding rows stay as they are.
 
     ``address``: int64 [1], where the step's states bf16 [., H] lie; ``ring`` bf16 [slots * ring_rows, H]; ``records``
@@ -117,7 +117,10 @@ def depth_ids(
     entry on; later ones from ``drafts`` int32 [depths, S or more], drawn after the window's last known id.
     """
     num_rows = rows.num_rows
-    assert out.shape == (num_rows,) and out.dtype == ids.dtype == drafts.dtype == torch.int32, (out.shape, out.dtype)
+    assert out.shape == (num_rows,) and out.dtype == ids.dtype == drafts.dtype == torch.int32, (
+        out.shape,
+        out.dtype,
+    )
     _depth_ids_kernel[(triton.cdiv(num_rows, _BLOCK_ROWS),)](
         known, ids, drafts, rows.offset, rows.segment, out, depth, drafts.shape[1], vocab_size, num_rows,
         BLOCK=_BLOCK_ROWS, num_warps=4,
@@ -127,7 +130,10 @@ def depth_ids(
 def _check(ring: Tensor, records: Tensor, *states: Tensor) -> int:
     assert records.shape[1] == 4 and records.is_contiguous() and records.dtype == torch.int32, records.shape
     for x in (ring, *states):
-        assert x.dtype == torch.bfloat16 and x.is_contiguous() and x.shape[1] == ring.shape[1], (x.shape, x.dtype)
+        assert x.dtype == torch.bfloat16 and x.is_contiguous() and x.shape[1] == ring.shape[1], (
+            x.shape,
+            x.dtype,
+        )
     return ring.shape[1]
 
 

@@ -24,7 +24,7 @@ def _assign_pages_kernel(updates, num_updates, tables, BLOCK: tl.constexpr):
 
 
 def assign_pages(updates: Tensor, num_updates: Tensor, tables: Tensor) -> None:
-    """``tables[place] = page`` for the first ``num_updates`` (int32 [1]) of ``updates`` int32 [n, 2]; no place twice."""
+    """``tables[place] = page`` of the first ``num_updates`` (int32 [1]) ``updates``, int32 [n, 2], no place twice."""
     blocks = triton.cdiv(updates.shape[0], _BLOCK_UPDATES)
     _assign_pages_kernel[(blocks,)](updates, num_updates, tables, BLOCK=_BLOCK_UPDATES, num_warps=4)
 

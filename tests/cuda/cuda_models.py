@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from random import Random
+
+import numpy as np
+import torch
+from torch import Tensor
 
 from inkling.deployment import Deployment
 from inkling.engine.pages import CacheLayout, Model
+from inkling.engine.request import GenerateRequest
 from inkling.model.cuda_draft import CudaDraftRunner
+from inkling.model.cuda_graphs import StepGraphs
 from inkling.model.cuda_runner import CudaTargetRunner
 from inkling.model.weights import load_draft, load_target
 from inkling.protocol import Kind
 from inkling.settings import Settings
-from tests.in_process import GENERATION, LocalModels
+from tests.in_process import GENERATION, LocalModels, generate
 
 
 class CudaModels(LocalModels):
@@ -30,7 +37,9 @@ class CudaModels(LocalModels):
         if depths:
             draft_weights = load_draft(checkpoint, config, depths, **load)
             sizes = self.sizes(deployment.layout, Model.DRAFT)
-            self.draft = CudaDraftRunner(config, draft_weights, self.weights.embed, self.weights.head, **sizes)
+            self.draft = CudaDraftRunner(
+                config, draft_weights, self.weights.embed, self.weights.head, **sizes
+            )
 
     def sizes(self, layout: CacheLayout, model: Model) -> dict:
         """Keyword arguments of a runner."""
@@ -51,13 +60,48 @@ class CudaModels(LocalModels):
             self.draft.capture(report)
 
     @contextmanager
-    def without_graphs(self) -> Iterator[None]:
+    def with_graphs(self, kind: type[StepGraphs]) -> Iterator[None]:
+        """``StepGraphs``: empty ones, so that every step runs as it is. ``PaddedRuns``: each in its graph's size."""
         runners = [runner for runner in (self.target, self.draft) if runner is not None]
         kept = [runner.graphs for runner in runners]
         for runner in runners:
-            runner.graphs = type(runner.graphs)(runner.stream)
+            runner.graphs = kind(runner.stream, runner.graphs.run, runner.graphs.what)
         try:
             yield
         finally:
             for runner, graphs in zip(runners, kept, strict=True):
                 runner.graphs = graphs
+
+
+class PaddedRuns(StepGraphs):
+    """Runs what a graph would replay, kernel by kernel; for machines without graphs."""
+
+    def __contains__(self, key: Hashable) -> bool:
+        return True
+
+    def replay(self, key: Hashable) -> None:
+        self.run(key)
+
+
+def recorded(models: CudaModels, requests: list[GenerateRequest]) -> list[Tensor]:
+    """Everything that the runners return while ``requests`` are served."""
+    found: list[Tensor] = []
+    engine = models.engine()
+    step_scored, draft_step = models.target.step_scored, models.draft.step
+
+    def target(control: np.ndarray) -> tuple:
+        tokens, hidden, scores = step_scored(control)
+        found.extend((torch.from_numpy(tokens), hidden.cpu(), torch.from_numpy(scores)))
+        return tokens, hidden, scores
+
+    def draft(control: np.ndarray, hidden: Tensor) -> np.ndarray:
+        drafts = draft_step(control, hidden)
+        found.append(torch.from_numpy(drafts))
+        return drafts
+
+    models.target.step_scored, models.draft.step = target, draft
+    try:
+        generate(engine, requests, Random(4))
+    finally:
+        del models.target.step_scored, models.draft.step
+    return found
