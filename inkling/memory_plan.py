@@ -16,12 +16,15 @@ from inkling.engine.pages import CacheLayout, Model
 from inkling.errors import SettingsError
 from inkling.memory import PAGE_SIZES, all_page_bytes, cache_layout, format_bytes, layout_bytes, weight_bytes
 from inkling.memory import sequence_bytes as bytes_of_sequence
+from inkling.model.cuda_graphs import bucket_sizes
 from inkling.model.shared_weights import SharedLayout
 from inkling.protocol import Kind, ring_rows
 from inkling.settings import Settings
 
 CONTEXT_BYTES = 600_000_000  # of each process that touches a GPU
 DEFAULT_CACHE_BYTES = 1 << 30  # on the CPU
+GRAPH_NODE_BYTES = 8_000  # of a kernel in a captured graph
+KERNELS_PER_LAYER = 16
 UNUSED = 0.03  # of a GPU: the driver's own memory, and what allocators round up
 
 
@@ -131,12 +134,22 @@ def _working_bytes(
     )  # the server has the pool, spec_ensemble maps it
     states = settings.max_running_sequences * ring_rows(num_drafts) if num_drafts else 0
     width = config.hidden_size * dtype.itemsize
+    nodes = _graph_nodes(config, settings.max_running_sequences, num_drafts)
     return {
         "contexts of GPU processes": processes * CONTEXT_BYTES,
         "the server's CUDA pool": settings.cuda_pool_bytes,
         "hidden states": shared.ring_bytes + states * width,
         "activations": models * _activation_bytes(config, settings, num_drafts, dtype),
+        "CUDA graphs": nodes * GRAPH_NODE_BYTES if settings.cuda_graphs == "on" else 0,
     }
+
+
+def _graph_nodes(config: ModelConfig, num_slots: int, num_drafts: int) -> int:
+    """Kernels in all graphs: the target's by sequences and rows of each, the draft's by sequences, rows and depths,
+    with and without filters."""
+    sequences, rows = len(bucket_sizes(num_slots)), len(bucket_sizes(num_drafts + 1))
+    depths = num_drafts * (num_drafts + 1) // 2
+    return KERNELS_PER_LAYER * sequences * (rows * config.num_layers + 4 * depths)
 
 
 def _activation_bytes(config: ModelConfig, settings: Settings, num_drafts: int, dtype: torch.dtype) -> int:

@@ -54,6 +54,8 @@ class Settings:
         _check(
             self.dtype in ("auto", "float32", "bfloat16"), "dtype", self.dtype, "auto, float32 or bfloat16"
         )
+        if self.device == "cuda":
+            _check(self.dtype != "float32", "dtype", self.dtype, "auto or bfloat16 on cuda")
         _check(self.draft_length in ("fixed", "auto"), "draft_length", self.draft_length, "fixed or auto")
         _check(self.num_draft_tokens >= -1, "num_draft_tokens", self.num_draft_tokens, "-1 or more")
         _check(self.prefix_cache in ("on", "off"), "prefix_cache", self.prefix_cache, "on or off")

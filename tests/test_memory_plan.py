@@ -68,6 +68,13 @@ def test_every_process_that_opens_the_gpu_has_a_context(num_drafts, transport, p
     assert (working["hidden states"] > 0) is (num_drafts > 0)
 
 
+def test_graphs_take_memory_only_when_they_are_captured():
+    with_graphs, without = (plan(tiny_config(), 3, 10 * GB, cuda_graphs=on) for on in ("on", "off"))
+    graphs = with_graphs.working["CUDA graphs"]
+    assert graphs > 0 == without.working["CUDA graphs"]
+    assert without.cache_bytes - with_graphs.cache_bytes == graphs
+
+
 def test_the_cpu_has_weights_and_caches_only():
     report = plan(tiny_config(), 3, device="cpu", cache_bytes=1 << 28)
     assert report.working == {}
