@@ -159,18 +159,20 @@ def test_drafts_chunks_and_company_change_no_token_and_no_log_prob(models):
 
 # rows of padding hold what memory held before
 @pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
-def test_the_sizes_of_graphs_change_no_bit_of_what_a_step_returns(models):
-    """Three sequences run in the size of four (of three where that is one), four rows in that of six."""
+def test_the_sizes_of_graphs_change_no_bit_of_what_a_step_returns(models, monkeypatch):
+    """Three sequences, then two, then one run in the size of four."""
     from tests.cuda.cuda_models import PaddedRuns, recorded
 
     sampling = SamplingParams(temperature=0.9, min_p=0.02, seed=3)
     requests = [
         GenerateRequest(
-            tuple(IDS[:n]), sampling if n == 3 else SamplingParams(), StopRules(4), num_draft_tokens=2
+            tuple(IDS[:n]), sampling if n == 3 else SamplingParams(), StopRules(n + 2), num_draft_tokens=2
         )
         for n in (3, 1, 2)
     ]
     exact = recorded(models, requests)
+    for runner in (models.target, models.draft):
+        monkeypatch.setattr(runner, "_sequence_sizes", [4])
     with models.with_graphs(PaddedRuns):
         padded = recorded(models, requests)
     assert len(exact) == len(padded) >= 12
