@@ -51,6 +51,8 @@ class TargetProcess:
             outputs=None if self._ring is None else self._ring.states,
             report=report,
         )
+        if deployment.device.type == "cuda":
+            torch.cuda.synchronize(deployment.device)  # the shared weights are in place
         folder.publish(record)  # the draft loads while graphs are captured here
         _capture(self._runner, settings, report)
         report(f"{format_bytes(block.nbytes)} shared with the draft; {_memory_line(deployment)}")
