@@ -21,23 +21,26 @@ _log = logging.getLogger(__name__)
 
 
 class BlsTarget:
-    def __init__(self, pb_utils: Any):
+    """``takes_hidden``: the hidden states come back as a tensor; otherwise the models share them by themselves."""
+
+    def __init__(self, pb_utils: Any, takes_hidden: bool):
         self._pb_utils = pb_utils
+        self._outputs = [TOKENS, HIDDEN] if takes_hidden else [TOKENS]
 
     def step(self, control: np.ndarray) -> tuple[np.ndarray, Any]:
-        """-> TOKENS int32 [draws], and the HIDDEN tensor as the server handed it over."""
-        tokens, hidden = self._step(control, [TOKENS, HIDDEN])
-        return tokens.as_numpy(), hidden
+        """-> TOKENS int32 [draws], and the HIDDEN tensor as the server handed it over, or None."""
+        outputs = self._step(control, self._outputs)
+        return outputs[TOKENS].as_numpy(), outputs.get(HIDDEN)
 
     def step_scored(self, control: np.ndarray) -> tuple[np.ndarray, Any, np.ndarray]:
         """The same, and LOGPROBS int32 [scored, 2 + 2K]."""
-        tokens, hidden, log_probs = self._step(control, [TOKENS, HIDDEN, LOGPROBS])
-        return tokens.as_numpy(), hidden, log_probs.as_numpy()
+        outputs = self._step(control, [*self._outputs, LOGPROBS])
+        return outputs[TOKENS].as_numpy(), outputs.get(HIDDEN), outputs[LOGPROBS].as_numpy()
 
-    def _step(self, control: np.ndarray, outputs: list[str]) -> list[Any]:
+    def _step(self, control: np.ndarray, names: list[str]) -> dict[str, Any]:
         pb_utils = self._pb_utils
-        response = _call(pb_utils, TARGET_MODEL, [pb_utils.Tensor(CONTROL, control)], outputs)
-        return [pb_utils.get_output_tensor_by_name(response, name) for name in outputs]
+        response = _call(pb_utils, TARGET_MODEL, [pb_utils.Tensor(CONTROL, control)], names)
+        return {name: pb_utils.get_output_tensor_by_name(response, name) for name in names}
 
 
 class BlsDraft:
@@ -45,9 +48,11 @@ class BlsDraft:
         self._pb_utils = pb_utils
 
     def step(self, control: np.ndarray, hidden: Any) -> np.ndarray:
-        """-> DRAFTS int32. ``hidden`` is passed on unseen."""
+        """-> DRAFTS int32. ``hidden`` is passed on unseen; None: the draft has it already."""
         pb_utils = self._pb_utils
-        response = _call(pb_utils, DRAFT_MODEL, [pb_utils.Tensor(CONTROL, control), hidden], [DRAFTS])
+        inputs = [pb_utils.Tensor(CONTROL, control)]
+        inputs += [] if hidden is None else [hidden]
+        response = _call(pb_utils, DRAFT_MODEL, inputs, [DRAFTS])
         return pb_utils.get_output_tensor_by_name(response, DRAFTS).as_numpy()
 
 

@@ -25,6 +25,7 @@ Setting = Annotated[int | None, typer.Option(help="see the settings table of the
 def serve(
     checkpoint: Annotated[str | None, typer.Option(help=_CHECKPOINT)] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda")] = None,
+    gpu: Annotated[int | None, typer.Option(help="which of the GPUs that CUDA shows")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16")] = None,
     num_draft_tokens: Annotated[int | None, typer.Option(help="N, drafts per step; -1: every depth")] = None,
     draft_length: Annotated[str | None, typer.Option(help="fixed: N a step; auto: at most N, learnt")] = None,
@@ -36,6 +37,8 @@ def serve(
     cache_bytes: Annotated[int | None, typer.Option(help="bytes for all caches")] = None,
     prefix_cache: Annotated[str | None, typer.Option(help="on or off: reuse of cached prefixes")] = None,
     prefix_block: Setting = None,
+    cuda_graphs: Annotated[str | None, typer.Option(help="on or off")] = None,
+    hidden_transport: Annotated[str | None, typer.Option(help="ring or dlpack")] = None,
     threads: Annotated[
         int | None, typer.Option(help="torch threads of a model; 0: half of the cores")
     ] = None,
@@ -55,6 +58,7 @@ def serve(
     settings_given = {
         "checkpoint": checkpoint,
         "device": device,
+        "gpu": gpu,
         "dtype": dtype,
         "num_draft_tokens": num_draft_tokens,
         "draft_length": draft_length,
@@ -66,6 +70,8 @@ def serve(
         "cache_bytes": cache_bytes,
         "prefix_cache": prefix_cache,
         "prefix_block": prefix_block,
+        "cuda_graphs": cuda_graphs,
+        "hidden_transport": hidden_transport,
         "threads": threads,
         "load_timeout_s": load_timeout_s,
         "run_dir": run_dir,
@@ -123,39 +129,40 @@ def check(directory: Annotated[Path, typer.Argument(help=_CHECKPOINT)]) -> None:
 
 @app.command()
 def plan(
-    directory: Annotated[Path, typer.Argument(help=_CHECKPOINT)],
+    directory: Annotated[str, typer.Argument(help=_CHECKPOINT)],
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda",
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16")] = "auto",
-    num_draft_tokens: Annotated[int, typer.Option(help="N; -1: every depth")] = -1,
-    cache_bytes: Annotated[int | None, typer.Option(help="bytes for all caches; default 1 GiB")] = None,
-    memory_bytes: Annotated[int | None, typer.Option(help="of the device: caches get what is left")] = None,
-    sequence_length: Annotated[int | None, typer.Option(help="tokens; default 4096, or the limit")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16")] = None,
+    num_draft_tokens: Annotated[int | None, typer.Option(help="N; -1: every depth")] = None,
+    max_context: Annotated[int | None, typer.Option(help="positions of one sequence")] = None,
+    max_running_sequences: Setting = None,
+    max_tokens_per_step: Setting = None,
+    hidden_transport: Annotated[str | None, typer.Option(help="ring or dlpack")] = None,
+    cuda_graphs: Annotated[str | None, typer.Option(help="on or off")] = None,
+    cache_bytes: Annotated[int | None, typer.Option(help="bytes for all caches")] = None,
+    memory_bytes: Annotated[int, typer.Option(help="of the device: caches get what is left; 0: ask it")] = 0,
+    sequence_length: Annotated[int, typer.Option(help="tokens; 0: the longest that is served")] = 0,
 ) -> None:
     """Print where the memory of a deployment goes and how many sequences fit."""
-    import torch
+    from inkling.deployment import Deployment
+    from inkling.server import load_settings
 
-    from inkling import memory
-    from inkling.config import ModelConfig
-    from inkling.settings import Settings
-
+    settings_given = {
+        "checkpoint": directory,
+        "device": device,
+        "dtype": dtype,
+        "num_draft_tokens": num_draft_tokens,
+        "max_context": max_context,
+        "max_running_sequences": max_running_sequences,
+        "max_tokens_per_step": max_tokens_per_step,
+        "hidden_transport": hidden_transport,
+        "cuda_graphs": cuda_graphs,
+        "cache_bytes": cache_bytes,
+    }
     with _errors_exit():
-        settings = Settings(str(directory), device=device, dtype=dtype, num_draft_tokens=num_draft_tokens)
-        config = ModelConfig.from_dir(directory)
-        if cache_bytes is None and memory_bytes is None:
-            cache_bytes = settings.cache_bytes
-        try:
-            report = memory.plan(
-                config,
-                num_drafts=config.mtp_depths if num_draft_tokens < 0 else num_draft_tokens,
-                dtype=getattr(torch, settings.torch_dtype_name),
-                device=device,
-                cache_bytes=cache_bytes,
-                memory_bytes=memory_bytes,
-                sequence_length=sequence_length or min(4096, config.max_position),
-            )
-        except ValueError as error:
-            raise SettingsError(str(error)) from error
-    print(report.render())
+        if cache_bytes and memory_bytes:
+            raise SettingsError("give cache_bytes or memory_bytes, and not both")
+        deployment = Deployment.of(load_settings(settings_given), memory_bytes=memory_bytes)
+        print(deployment.plan.render(sequence_length or deployment.max_context))
 
 
 def printed(responses: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Bytes: of a page of each cache kind, of what a sequence reserves, and of a whole deployment (``plan``).
+"""Bytes: of a page of each cache kind, of what a sequence reserves, of the pools, of the weights.
 
 The allocator, ``inkling plan`` and the documentation take their figures from here. A page id of a kind stands
 for that page in every layer of the kind, so a page is counted over all of them. GB are 10^9 bytes.
@@ -7,7 +7,6 @@ for that page in every layer of the kind, so a page is counted over all of them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -18,7 +17,6 @@ from inkling.protocol import Kind
 from inkling.tensors import MTP, TensorSpec, depth_tensors, draft_tensors, target_tensors
 
 PAGE_SIZES: Mapping[Kind, int] = {Kind.FULL: 64, Kind.LOCAL: 64, Kind.CONV: 8}  # positions
-CONTEXT_BYTES = 600_000_000  # of each process that touches a GPU
 
 
 def page_bytes(
@@ -142,6 +140,14 @@ def cache_layout(
     return CacheLayout(window, num_drafts, target, draft)
 
 
+def layout_bytes(layout: CacheLayout, page_bytes: Mapping[Model, Mapping[Kind, int]]) -> int:
+    """What the pools of ``layout`` take; ``page_bytes`` as ``all_page_bytes`` gives it."""
+    pools = (
+        (model, kind, pool) for model in Model for kind, pool in zip(Kind, layout.pools(model), strict=True)
+    )
+    return sum(pool.num_pages * page_bytes[model][kind] for model, kind, pool in pools)
+
+
 def weight_bytes(config: ModelConfig, num_drafts: int, dtype: torch.dtype) -> dict[str, int]:
     """Bytes of the loaded weights by part; no padding rows in the head, ``num_drafts`` depths."""
     specs = target_tensors(config)
@@ -161,92 +167,6 @@ def _loaded_bytes(spec: TensorSpec, config: ModelConfig, dtype: torch.dtype) -> 
     if spec.part == "head":
         return config.vocab_size * config.hidden_size * dtype.itemsize
     return spec.size * (4 if spec.key.endswith("gate.bias") else dtype.itemsize)
-
-
-@dataclass(frozen=True)
-class PlanReport:
-    """Where the memory of a deployment goes, in bytes, and how many sequences fit."""
-
-    dtype: torch.dtype
-    num_drafts: int
-    weights: dict[str, int]
-    context_bytes: int
-    page_bytes: dict[Model, dict[Kind, int]]
-    page_size: Mapping[Kind, int]
-    cache_bytes: int
-    sequence_length: int
-    sequence_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        return sum(self.weights.values()) + self.context_bytes + self.cache_bytes
-
-    @property
-    def sequences(self) -> int:
-        """Sequences of ``sequence_length`` tokens that the caches hold at once."""
-        return self.cache_bytes // self.sequence_bytes
-
-    def render(self) -> str:
-        rows = [(f"weights: {part}", size) for part, size in self.weights.items()]
-        rows += [("contexts of GPU processes", self.context_bytes), ("caches", self.cache_bytes)]
-        rows += [("total", self.total_bytes)]
-        lines = [f"{name:<34}{format_bytes(size):>12}" for name, size in rows]
-        lines += ["", f"{'a page of':<12}{'positions':>10}{'target':>14}{'depths':>14}"]
-        for kind in Kind:
-            target, draft = (self.page_bytes[model][kind] for model in Model)
-            lines.append(f"{kind.name.lower():<12}{self.page_size[kind]:>10}{target:>12} B{draft:>12} B")
-        each = f"{self.sequence_length} tokens: {format_bytes(self.sequence_bytes)}"
-        drafts = f"{self.num_drafts} draft tokens, {str(self.dtype).removeprefix('torch.')}"
-        lines += ["", f"a sequence of {each} ({drafts})", f"sequences that fit: {self.sequences}"]
-        return "\n".join(lines)
-
-
-def plan(
-    config: ModelConfig,
-    *,
-    num_drafts: int,
-    dtype: torch.dtype,
-    device: str,
-    cache_bytes: int | None = None,
-    memory_bytes: int | None = None,
-    sequence_length: int = 4096,
-    max_chunk: int = 512,
-    page_size: Mapping[Kind, int] = PAGE_SIZES,
-) -> PlanReport:
-    """Plans one device: caches of ``cache_bytes``, or of what ``memory_bytes`` leaves.
-
-    ``max_chunk``: rows of the longest prompt chunk. ``ValueError`` when not exactly one of the two is given,
-    when weights and contexts alone exceed the memory, or when ``num_drafts`` or ``sequence_length`` is beyond
-    what the checkpoint has.
-    """
-    if not 0 <= num_drafts <= config.mtp_depths:
-        raise ValueError(f"num_drafts is {num_drafts}; the checkpoint has {config.mtp_depths} MTP depths")
-    if not 1 <= sequence_length <= config.max_position:
-        raise ValueError(f"sequence_length is {sequence_length}; it must be from 1 to {config.max_position}")
-    if (cache_bytes is None) == (memory_bytes is None):
-        raise ValueError("give cache_bytes or memory_bytes, and not both")
-    weights = weight_bytes(config, num_drafts, dtype)
-    num_processes = (2 if num_drafts else 1) if device.startswith("cuda") else 0  # target and draft
-    fixed = sum(weights.values()) + num_processes * CONTEXT_BYTES
-    if cache_bytes is None:
-        assert memory_bytes is not None
-        cache_bytes = memory_bytes - fixed
-        if cache_bytes < 0:
-            bound = f"weights and contexts take {format_bytes(fixed)}; use more memory or fewer depths"
-            raise ValueError(f"memory_bytes is {memory_bytes}; {bound}")
-    return PlanReport(
-        dtype=dtype,
-        num_drafts=num_drafts,
-        weights=weights,
-        context_bytes=num_processes * CONTEXT_BYTES,
-        page_bytes=all_page_bytes(config, num_drafts, dtype, page_size),
-        page_size=page_size,
-        cache_bytes=cache_bytes,
-        sequence_length=sequence_length,
-        sequence_bytes=sequence_bytes(
-            config, sequence_length, num_drafts, dtype, max_chunk=max_chunk, page_size=page_size
-        ),
-    )
 
 
 def format_bytes(count: int) -> str:

@@ -8,7 +8,8 @@ ids, pages and the schedule; target and draft own the caches and, per slot, what
     draft:   CONTROL (DraftStep), HIDDEN   -> DRAFTS [sum of num_drafts over segments]
 
 HIDDEN holds the post-final-norm states of the target's rows, in the compute dtype, bit-cast to INT32, so that one
-hand-written config.pbtxt serves fp32 and bf16.
+hand-written config.pbtxt serves fp32 and bf16. Where target and draft map one ring of hidden states, it is neither
+asked for nor sent: the step number says where they are.
 
 LOGPROBS has one row for each draw of a slot with ``log_probs``, in the order of TOKENS, then one for each record of
 ``scores``: log prob of the token (fp32 bits), its rank, the K likeliest ids, their log probs (bits). K is the most
@@ -178,6 +179,11 @@ def pack(message: TargetStep | DraftStep, key: np.ndarray) -> np.ndarray:
 def control_key(words: np.ndarray) -> bytes:
     """The key a CONTROL vector carries; empty when it is too short to hold one."""
     return words[1 : 1 + KEY_WORDS].tobytes() if words.size > _HEADER else b""
+
+
+def control_step(words: np.ndarray) -> int:
+    """The step number a CONTROL vector carries."""
+    return int(words[2 + KEY_WORDS])
 
 
 def unpack(kind: type, words: np.ndarray) -> TargetStep | DraftStep:

@@ -1,8 +1,8 @@
 """Where the three model processes of one server meet: a private folder named after their parent process.
 
-The target writes ``target.json`` when it is ready: the key that private calls carry, its generation number, and the
-shared mapping of embedding table and LM head. The draft waits for it and fails with the target's reason when the
-target fails. ``drain`` asks the engine to admit nothing more; ``drained`` answers that no request is open.
+The target writes ``target.json`` when it is ready: the key that private calls carry, its generation number, the size
+of the caches, and the handle of the memory that it shares with the draft. The others wait for it and fail with its
+reason when it fails. ``drain`` asks the engine to admit nothing more; ``drained`` answers that no request is open.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from inkling.device_memory import BlockHandle
 from inkling.errors import ModelError
 from inkling.protocol import KEY_WORDS
 
@@ -31,14 +32,21 @@ class TargetRecord:
 
     key: str  # hex, 4 * KEY_WORDS bytes
     generation: int  # 31 bits
-    mapping: str  # file of the shared weights
     pid: int
+    start_time: str  # of that process: a pid may be used again
+    cache_bytes: int  # of all caches: one process decides
+    block: BlockHandle  # of the memory shared with the draft
 
     @classmethod
-    def create(cls, mapping: Path) -> TargetRecord:
-        return cls(
-            secrets.token_hex(4 * KEY_WORDS), secrets.randbelow(2**31 - 1) + 1, str(mapping), os.getpid()
-        )
+    def create(cls, cache_bytes: int, block: BlockHandle) -> TargetRecord:
+        """Of this process, with a new key and a new generation."""
+        key, generation = secrets.token_hex(4 * KEY_WORDS), secrets.randbelow(2**31 - 1) + 1
+        return cls(key, generation, os.getpid(), _start_time(os.getpid()), cache_bytes, block)
+
+    @classmethod
+    def from_json(cls, text: str) -> TargetRecord:
+        values = json.loads(text)
+        return cls(**values | {"block": BlockHandle(**values["block"])})
 
     @property
     def key_words(self) -> np.ndarray:
@@ -51,7 +59,7 @@ class RunFolder:
         self.path = path
         self.drain = path / "drain"
         self.drained = path / "drained"
-        self.mapping = path / "shared_weights"
+        self.shared_block = path / "shared_block"
         self._record = path / "target.json"
         self._failure = path / "target.error"
         self._loading = path / "target.pid"
@@ -92,7 +100,7 @@ class RunFolder:
 
     def record(self) -> TargetRecord | None:
         try:
-            return TargetRecord(**json.loads(self._record.read_text()))
+            return TargetRecord.from_json(self._record.read_text())
         except FileNotFoundError:
             return None
 
@@ -101,6 +109,10 @@ class RunFolder:
         start = told = time.monotonic()
         while True:
             if record := self.record():
+                if not _is_running(record.pid) or _start_time(record.pid) != record.start_time:
+                    raise ModelError(
+                        f"inkling_target (pid {record.pid}) is ready and gone; restart the server"
+                    )
                 return record
             if self._failure.exists():
                 raise ModelError(f"inkling_target failed to load: {self._failure.read_text()}")

@@ -62,7 +62,6 @@ class ServerOptions:
     exit_timeout_s: int = 10  # for unloading; an idle HTTP or gRPC connection of a client uses it all
     shared_memory_bytes: int = 64 << 20  # of each model's region; one that never grows never remaps
     thread_pool_size: int = 32  # of each model: every call between models and every send holds one thread
-    cuda_pool_bytes: int = 1 << 30  # GPU 0; calls between models copy their GPU tensors through it
     log_verbose: int = 0
 
 
@@ -259,7 +258,10 @@ class RunningServer:
         if backends is not None:
             flags["backend-directory"] = backends
         if self.settings.device == "cuda":
-            flags["cuda-memory-pool-byte-size"] = f"0:{options.cuda_pool_bytes}"
+            pool = self.settings.cuda_pool_bytes
+            flags["cuda-memory-pool-byte-size"] = f"{self.settings.gpu}:{pool}"
+            if not pool:  # nor pinned memory, which would open the GPU in the server as well
+                flags["pinned-memory-pool-byte-size"] = 0
         python_backend = {
             "shm-default-byte-size": options.shared_memory_bytes,
             "shm-region-prefix-name": self._region_prefix,

@@ -35,7 +35,7 @@ def test_check_fails_a_checkpoint_that_lacks_a_file(checkpoint):
 
 
 def test_plan_prints_how_many_sequences_fit(checkpoint):
-    result = run("plan", checkpoint, "--sequence-length", 100)
+    result = run("plan", checkpoint, "--memory-bytes", 10**10, "--sequence-length", 100)
     assert result.exit_code == 0, result.output
     assert "sequences that fit: " in result.stdout and "a sequence of 100 tokens" in result.stdout
 
@@ -43,7 +43,9 @@ def test_plan_prints_how_many_sequences_fit(checkpoint):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        (("--num-draft-tokens", 9), "num_drafts is 9; the checkpoint has 3 MTP depths"),
+        (("--num-draft-tokens", 9), "num_draft_tokens is 9; the checkpoint has 3 MTP depths"),
+        (("--memory-bytes", 1000), "memory is 1.00 kB, and all but the caches takes"),
+        (("--memory-bytes", 10**10, "--sequence-length", 5000), "sequence_length is 5000; it must be from 1"),
         (("--cache-bytes", 1, "--memory-bytes", 1), "give cache_bytes or memory_bytes, and not both"),
         (("--device", "tpu"), "device is 'tpu'; it must be cpu or cuda"),
     ],

@@ -72,6 +72,8 @@ def _widen_files(directory):
         ({"max_context": 1}, r"max_context is 1; it must be in \[2, "),
         ({"max_context": 10**9}, "max_context is 1000000000"),
         ({"device": "cuda"}, "use cpu"),
+        ({"device": "cuda", "dtype": "float32"}, "dtype is 'float32'; it must be auto or bfloat16 on cuda"),
+        ({"hidden_transport": "pipe"}, "hidden_transport is 'pipe'; it must be ring or dlpack"),
         ({"cache_bytes": 1000}, "cache_bytes is 1000"),
     ],
 )

@@ -11,12 +11,10 @@ from inkling.config import ModelConfig
 from inkling.engine.pages import Model, PageAllocator, worst_case_pages
 from inkling.errors import SettingsError
 from inkling.memory import (
-    CONTEXT_BYTES,
     PAGE_SIZES,
     all_page_bytes,
     cache_layout,
     format_bytes,
-    plan,
     sequence_bytes,
     weight_bytes,
 )
@@ -159,45 +157,6 @@ def test_caches_too_small_for_the_sequences_are_refused_with_the_least_size():
     assert layout(config, least).target[Kind.FULL].num_pages == 2
     with pytest.raises(SettingsError):
         layout(config, least - 1)
-
-
-def test_plan_adds_up_to_the_memory_it_was_given():
-    config = released_config("Inkling-Small")
-    report = plan(config, num_drafts=8, dtype=BF16, device="cuda", memory_bytes=600 * 10**9)
-    assert report.total_bytes == 600 * 10**9
-    assert report.context_bytes == 2 * CONTEXT_BYTES
-    assert report.sequences == report.cache_bytes // report.sequence_bytes > 0
-    head = 200_058 * 4096 * 2
-    depths = 4_463_824_912 - 8 * 2  # global scales are no tensors
-    assert report.weights["head"] == head
-    assert sum(size for part, size in report.weights.items() if part.startswith("depth")) == depths
-    text = report.render()
-    assert "600.00 GB" in text and f"sequences that fit: {report.sequences}" in text
-
-
-def test_plan_without_drafting_has_no_depths_and_one_context():
-    report = plan(tiny_config(), num_drafts=0, dtype=BF16, device="cuda", cache_bytes=10**6)
-    assert not any(part.startswith("depth") for part in report.weights)
-    assert report.context_bytes == CONTEXT_BYTES
-    assert set(report.page_bytes[Model.DRAFT].values()) == {0}
-    assert plan(tiny_config(), num_drafts=3, dtype=BF16, device="cpu", cache_bytes=1).context_bytes == 0
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"num_drafts": 4}, "num_drafts is 4; the checkpoint has 3"),
-        ({"num_drafts": -1}, "num_drafts is -1"),
-        ({"sequence_length": 4097}, "sequence_length is 4097; it must be from 1 to 4096"),
-        ({"memory_bytes": 10**9}, "not both"),
-        ({"cache_bytes": None}, "give cache_bytes or memory_bytes"),
-        ({"cache_bytes": None, "memory_bytes": 1000}, "memory_bytes is 1000; weights and contexts take"),
-    ],
-)
-def test_impossible_plans_are_refused(arguments, words):
-    valid = {"num_drafts": 3, "dtype": BF16, "device": "cpu", "cache_bytes": 10**6}
-    with pytest.raises(ValueError, match=words):
-        plan(tiny_config(), **valid | arguments)
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from inkling.device_memory import BlockHandle
 from inkling.errors import ModelError
 from inkling.run_folder import RunFolder, TargetRecord
 
@@ -25,7 +27,7 @@ def wait(folder: RunFolder, timeout_s: float = 30.0) -> TargetRecord:
 
 
 def test_the_record_is_private_and_reads_back(folder: RunFolder) -> None:
-    record = TargetRecord.create(folder.mapping)
+    record = TargetRecord.create(1 << 30, BlockHandle(64, ipc="ab" * 64, gpu_uuid="GPU-7"))
     folder.publish(record)
     assert wait(folder) == record and len(record.key_words) == 8
     assert folder.path.stat().st_mode & 0o777 == 0o700
@@ -40,10 +42,21 @@ def test_the_waiting_model_fails_with_the_targets_reason(folder: RunFolder) -> N
 
 def test_the_waiting_model_fails_when_the_target_is_killed_while_loading(folder: RunFolder) -> None:
     target = subprocess.run(
-        [sys.executable, "-c", "import os, sys; print(os.getpid())"], capture_output=True, text=True, check=True
+        [sys.executable, "-c", "import os, sys; print(os.getpid())"],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     (folder.path / "target.pid").write_text(target.stdout)
     with pytest.raises(ModelError, match="ended while it loaded"):
+        wait(folder)
+
+
+@pytest.mark.parametrize("other", [{"pid": 2**22 + 1}, {"start_time": "1"}], ids=["gone", "pid used again"])
+def test_a_record_that_outlived_its_target_is_refused(folder: RunFolder, other: dict) -> None:
+    record = replace(TargetRecord.create(1, BlockHandle(64)), **other)
+    folder.publish(record)
+    with pytest.raises(ModelError, match=rf"pid {record.pid}\) is ready and gone; restart the server"):
         wait(folder)
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from inkling.deployment import Deployment
 from inkling.engine.pages import Model
@@ -17,6 +18,10 @@ from inkling.model.target import TargetModel
 from inkling.model.weights import DraftWeights, load_draft, load_target
 from inkling.protocol import Kind
 
+if TYPE_CHECKING:
+    from inkling.model.cuda_draft import CudaDraftRunner
+    from inkling.model.cuda_runner import CudaTargetRunner
+
 Report = Callable[[str], None]
 
 
@@ -24,12 +29,14 @@ def load_target_runner(
     deployment: Deployment,
     *,
     generation: int,
-    mapping: Path | None = None,
+    shared: SharedWeights | None = None,
+    outputs: Tensor | None = None,
     report: Report = lambda line: None,
-) -> TargetRunner:
-    """Reads the target, checks that its products are row-exact, allocates caches.
+) -> TargetRunner | CudaTargetRunner:
+    """Reads the target, allocates caches, and on the CPU checks that its products are row-exact.
 
-    ``mapping``: the file that the draft will map; the embedding table and the head then live there only.
+    ``shared``: memory that the draft maps too; the embedding table and the head then live there only. ``outputs``:
+    [slots, R, H] on the GPU, where the hidden states of the steps are to be left, in turn.
     """
     settings, config = deployment.settings, deployment.config
     torch.set_num_threads(settings.num_threads)
@@ -37,19 +44,21 @@ def load_target_runner(
         settings.checkpoint,
         config,
         dtype=deployment.weight_dtype,
-        device=settings.device,
+        device=deployment.device,
         progress=_percent(report, "target"),
     )
-    if mapping is not None:
-        shared = SharedWeights.open(mapping, config, deployment.weight_dtype, create=True)
+    if shared is not None:
         shared.embed.copy_(weights.embed)
         shared.head.copy_(weights.head)
         weights = replace(weights, embed=shared.embed, head=shared.head)
-    runner = TargetRunner(
-        TargetModel.build(config, weights, deployment.dtype),
-        generation=generation,
-        **_sizes(deployment, Model.TARGET),
-    )
+    sizes = {"generation": generation} | _sizes(deployment, Model.TARGET)
+    if settings.device == "cuda":
+        from inkling.model.cuda_runner import CudaTargetRunner  # imports triton
+
+        torch.cuda.empty_cache()  # the loaded embedding table and head are in ``shared`` now
+        rows = settings.max_tokens_per_step
+        return CudaTargetRunner(config, weights, **sizes, max_tokens_per_step=rows, outputs=outputs)
+    runner = TargetRunner(TargetModel.build(config, weights, deployment.dtype), **sizes)
     quantum = runner.check_row_invariance(settings.max_tokens_per_step)
     report(f"products are row-exact with {settings.num_threads} threads at a row quantum of {quantum}")
     return runner
@@ -57,24 +66,28 @@ def load_target_runner(
 
 def load_draft_runner(
     deployment: Deployment, shared: SharedWeights, *, generation: int, report: Report = lambda line: None
-) -> DraftRunner:
+) -> DraftRunner | CudaDraftRunner:
     """Reads the first N depths; embedding table and head are ``shared``."""
     settings, config = deployment.settings, deployment.config
     torch.set_num_threads(settings.num_threads)
+    sizes = {"generation": generation} | _sizes(deployment, Model.DRAFT)
     if deployment.num_draft_tokens == 0:
-        return DraftRunner(
-            _no_depths(deployment, shared), generation=generation, **_sizes(deployment, Model.DRAFT)
-        )
+        return DraftRunner(_no_depths(deployment, shared), **sizes)
     weights = load_draft(
         settings.checkpoint,
         config,
         deployment.num_draft_tokens,
         dtype=deployment.weight_dtype,
-        device=settings.device,
+        device=deployment.device,
         progress=_percent(report, "draft"),
     )
+    if settings.device == "cuda":
+        from inkling.model.cuda_draft import CudaDraftRunner  # imports triton
+
+        rows = settings.max_tokens_per_step
+        return CudaDraftRunner(config, weights, shared.embed, shared.head, **sizes, max_tokens_per_step=rows)
     model = MtpModel.build(config, weights, shared.embed, shared.head, deployment.dtype)
-    return DraftRunner(model, generation=generation, **_sizes(deployment, Model.DRAFT))
+    return DraftRunner(model, **sizes)
 
 
 def _no_depths(deployment: Deployment, shared: SharedWeights) -> MtpModel:

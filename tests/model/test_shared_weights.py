@@ -1,30 +1,80 @@
-"""One embedding table and one head for two processes."""
+"""One embedding table, one head and one ring of hidden states for two processes."""
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from inkling.deployment import Deployment
-from inkling.model.load import load_draft_runner, load_target_runner
-from inkling.model.shared_weights import SharedWeights
-from inkling.settings import Settings
-from inkling.testing import write_random_checkpoint
+from inkling.config import ModelConfig
+from inkling.device_memory import export_block, map_block
+from inkling.errors import ModelError, ProtocolError
+from inkling.model.hidden_ring import RING_SLOTS, HiddenRing
+from inkling.model.shared_weights import SharedLayout
+from inkling.testing import tiny_config
+
+CPU = torch.device("cpu")
+ROWS = 16
 
 
-def test_target_and_draft_read_the_same_mapping_and_hold_no_copy(tmp_path):
-    write_random_checkpoint(tmp_path / "checkpoint", seed=8)
-    deployment = Deployment.of(Settings(checkpoint=str(tmp_path / "checkpoint"), threads=1, max_context=64))
-    file = tmp_path / "mapping"
-    target = load_target_runner(deployment, generation=1, mapping=file)
-    assert file.stat().st_mode & 0o777 == 0o600
+def layout(config: ModelConfig, ring_rows: int = ROWS) -> SharedLayout:
+    return SharedLayout.of(config, torch.bfloat16, torch.float32, ring_rows)
 
-    shared = SharedWeights.open(file, deployment.config, deployment.weight_dtype)  # as another process would
-    draft = load_draft_runner(deployment, shared, generation=1)
-    for ours, theirs in (
-        (target.model.weights.embed, draft.model.embed),
-        (target.model.weights.head, draft.model.head),
+
+def test_both_sides_find_the_same_tensors_in_the_same_memory(tmp_path):
+    config = tiny_config()
+    block, handle = export_block(layout(config).num_bytes, CPU, tmp_path / "block")
+    assert (tmp_path / "block").stat().st_mode & 0o777 == 0o600
+    ours, our_ring = layout(config).of_block(block)
+    theirs, their_ring = layout(config).of_block(map_block(handle, CPU))  # as another process would
+    assert ours.embed.shape == (config.padded_vocab_size, config.hidden_size)
+    assert ours.head.shape == (config.vocab_size, config.hidden_size)
+    for i, tensor in enumerate((ours.embed, ours.head, our_ring.states)):
+        tensor.fill_(i + 1)
+    for i, (mine, other) in enumerate(
+        ((ours.embed, theirs.embed), (ours.head, theirs.head), (our_ring.states, their_ring.states))
     ):
-        assert torch.equal(ours, theirs) and ours.data_ptr() != theirs.data_ptr()
-        theirs[0, 0] += 1.0  # seen through the other mapping: it is the same memory
-        assert torch.equal(ours, theirs)
-        assert ours.data_ptr() % 64 == theirs.data_ptr() % 64 == 0
+        assert mine.data_ptr() != other.data_ptr()
+        assert (other == i + 1).all(), "another tensor lies over it, or it is a copy"
+        assert mine.dtype is other.dtype and mine.data_ptr() % 64 == other.data_ptr() % 64 == 0
+
+
+def test_without_a_ring_the_block_holds_the_weights_alone():
+    config = tiny_config()
+    block = torch.zeros(layout(config, 0).num_bytes, dtype=torch.uint8)
+    assert layout(config, 0).of_block(block)[1] is None
+    assert layout(config).num_bytes - block.numel() == layout(config).ring_bytes
+    assert layout(config).ring_bytes == RING_SLOTS * ROWS * config.hidden_size * 4
+
+
+def test_a_block_of_another_size_is_refused():
+    block = torch.zeros(layout(tiny_config()).num_bytes, dtype=torch.uint8)
+    with pytest.raises(ModelError, match=f"has {block.numel()} bytes, these settings need"):
+        layout(tiny_config(), ROWS + 1).of_block(block)
+
+
+def test_a_block_of_a_gpu_is_not_mapped_on_the_cpu(tmp_path):
+    _, handle = export_block(256, CPU, tmp_path / "block")
+    with pytest.raises(ModelError, match="give both one device"):
+        map_block(type(handle)(256, ipc="00" * 64, gpu_uuid="GPU-1"), CPU)
+
+
+def test_a_step_finds_its_own_states_while_the_next_ones_are_written():
+    ring = HiddenRing(torch.zeros(RING_SLOTS, ROWS, 4))
+    for step in range(1, 6):
+        ring.put(step, torch.full((step, 4), float(step)))
+        assert (ring.of_step(step)[:step] == step).all()
+        assert step == 1 or (ring.of_step(step - 1)[: step - 1] == step - 1).all()
+
+
+def test_states_written_in_their_slot_stay_there():
+    ring = HiddenRing(torch.zeros(RING_SLOTS, ROWS, 4))
+    hidden = ring.of_step(7)[:3].fill_(7.0)
+    ring.put(7, hidden)
+    assert (ring.states.sum(), hidden.sum()) == (84.0, 84.0)
+    ring.put(8, hidden)  # in another step's slot: copied
+    assert (ring.of_step(8)[:3] == 7).all()
+
+
+def test_a_step_with_more_rows_than_the_ring_is_refused():
+    with pytest.raises(ProtocolError, match=f"step 3 has {ROWS + 1} rows, the ring of hidden states {ROWS}"):
+        HiddenRing(torch.zeros(RING_SLOTS, ROWS, 4)).put(3, torch.zeros(ROWS + 1, 4))

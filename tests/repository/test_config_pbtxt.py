@@ -10,7 +10,7 @@ from google.protobuf import text_format
 
 from inkling.interface import OUTPUTS
 from inkling.parameters import INPUTS
-from inkling.protocol import DRAFT_MODEL, DRAFT_TENSORS, ENSEMBLE_MODEL, TARGET_MODEL, TARGET_TENSORS
+from inkling.protocol import DRAFT_MODEL, DRAFT_TENSORS, ENSEMBLE_MODEL, HIDDEN, TARGET_MODEL, TARGET_TENSORS
 
 REPOSITORY = Path(__file__).parents[2] / "model_repository"
 MODELS = (TARGET_MODEL, DRAFT_MODEL, ENSEMBLE_MODEL)
@@ -48,7 +48,9 @@ def test_the_private_models_declare_the_step_protocol(model, declared):
     config = config_of(model)
     inputs, outputs = declared
     assert tensors(config.input) == inputs and tensors(config.output) == outputs
-    assert not any(tensor.optional for tensor in config.input)
+    assert [tensor.name for tensor in config.input if tensor.optional] == (
+        [HIDDEN] if HIDDEN in inputs else []
+    )
     assert not config.model_transaction_policy.decoupled
     assert config.instance_group[0].kind == model_config.ModelInstanceGroup.KIND_MODEL
     assert config.parameters["FORCE_CPU_ONLY_INPUT_TENSORS"].string_value == "no"

@@ -53,8 +53,14 @@ def inputs(request: GenerateRequest, num_drafts: int) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize("max_prompt_chunk", [0, 7], ids=["whole prompts", "chunks of 7"])
-def test_the_server_returns_the_tokens_of_the_target_alone(start_server, max_prompt_chunk: int) -> None:
+@pytest.mark.parametrize(
+    ("max_prompt_chunk", "transport"),
+    [(0, "ring"), (7, "dlpack")],
+    ids=["whole prompts, mapped ring", "chunks of 7, tensors through the server"],
+)
+def test_the_server_returns_the_tokens_of_the_target_alone(
+    start_server, max_prompt_chunk: int, transport: str
+) -> None:
     from inkling.text import load_tokenizer
 
     models = LocalModels(DEMO, max_context=512, threads=THREADS)
@@ -66,7 +72,9 @@ def test_the_server_returns_the_tokens_of_the_target_alone(start_server, max_pro
     requests += [random_request(random, models, i) for i in range(NUM_REQUESTS // 2 - len(texts))]
     expected = [generate(models.engine(), [request])[0].ids for request in requests]
 
-    server = start_server(DEMO, max_context=512, threads=THREADS, max_prompt_chunk=max_prompt_chunk)
+    server = start_server(
+        DEMO, max_context=512, threads=THREADS, max_prompt_chunk=max_prompt_chunk, hidden_transport=transport
+    )
     urls = (f"grpc://{server.grpc_url}", f"http://{server.http_url}")
     calls = [(urls[i % 2], inputs(r, random.randint(0, models.num_depths))) for i, r in enumerate(requests)]
 

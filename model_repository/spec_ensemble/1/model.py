@@ -4,7 +4,9 @@ cannot loop. ``execute`` only admits; one thread runs the draft/verify loop for 
 
 from __future__ import annotations
 
+import json
 import threading
+from dataclasses import replace
 
 import triton_python_backend_utils as pb_utils
 
@@ -25,7 +27,10 @@ from inkling.triton_io import TritonReply, read_request, send_error
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         settings = Settings.load()
-        deployment = Deployment.of(settings)
+        self._folder = RunFolder.of_parent(settings.run_root)
+        self._folder.create()
+        record = self._folder.wait_for_target(settings.load_timeout_s, _report)
+        deployment = Deployment.of(replace(settings, cache_bytes=record.cache_bytes))  # never asks a GPU
         config = deployment.config
         self._context = InterfaceContext(
             load_tokenizer(settings.checkpoint),
@@ -35,14 +40,12 @@ class TritonPythonModel:
             deployment.num_draft_tokens,
         )
         limits = EngineLimits.of(settings, deployment.max_context, deployment.num_draft_tokens)
-        self._folder = RunFolder.of_parent(settings.run_root)
-        self._folder.create()
-        record = self._folder.wait_for_target(settings.load_timeout_s, _report)
         session = Session(record.key_words, record.generation)
-        self._engine = Engine(limits, deployment.layout, BlsTarget(pb_utils), BlsDraft(pb_utils), session)
+        target, draft = BlsTarget(pb_utils, deployment.sends_hidden), BlsDraft(pb_utils)
+        self._engine = Engine(limits, deployment.layout, target, draft, session)
         self._engine.start()
         threading.Thread(
-            target=self._folder.serve_drain, args=(self._engine.drain,), name="drain", daemon=True
+            target=self._folder.serve_drain, args=(self._drain,), name="drain", daemon=True
         ).start()
 
     def execute(self, requests: list) -> None:
@@ -56,6 +59,14 @@ class TritonPythonModel:
                 send_error(pb_utils, sender, error)
             except Exception as error:
                 send_error(pb_utils, sender, InklingError(f"the request could not be read: {error!r}"))
+
+    def _drain(self, timeout_s: float) -> bool:
+        if not self._engine.drain(timeout_s):
+            return False
+        scheduler = self._engine.scheduler
+        totals = {"preemptions": scheduler.num_preemptions, "prefix_hits": scheduler.prefixes.num_hits}
+        _report(f"totals {json.dumps(totals)}")
+        return True
 
     def finalize(self) -> None:
         self._engine.close()

@@ -20,7 +20,8 @@ class TritonPythonModel:
         settings = Settings.load()
         record = RunFolder.of_parent(settings.run_root).wait_for_target(settings.load_timeout_s, print)
         self._key, self._generation = record.key_words, record.generation
-        self._target, self._draft = BlsTarget(pb_utils), BlsDraft(pb_utils)
+        takes_hidden = settings.hidden_transport == "dlpack"
+        self._target, self._draft = BlsTarget(pb_utils, takes_hidden), BlsDraft(pb_utils)
 
     def execute(self, requests: list) -> list:
         return [self._measure(request) for request in requests]

@@ -6,6 +6,7 @@ import triton_python_backend_utils as pb_utils
 
 from inkling.bls import answer, check_key
 from inkling.config import ModelConfig
+from inkling.device_memory import BlockHandle
 from inkling.engine.null_models import NullTarget
 from inkling.protocol import CONTROL, HIDDEN, LOGPROBS, TARGET_MODEL, TOKENS
 from inkling.run_folder import RunFolder, TargetRecord
@@ -17,7 +18,7 @@ class TritonPythonModel:
         settings = Settings.load()
         folder = RunFolder.of_parent(settings.run_root)
         folder.create()
-        record = TargetRecord.create(folder.mapping)
+        record = TargetRecord.create(settings.cache_bytes, BlockHandle(0))
         self._key = record.key_words.tobytes()
         self._target = NullTarget(hidden_words=ModelConfig.from_dir(settings.checkpoint).hidden_size)
         folder.publish(record)
@@ -33,4 +34,5 @@ class TritonPythonModel:
             scored = [pb_utils.Tensor(LOGPROBS, log_probs)]
         else:
             (tokens, hidden), scored = self._target.step(control), []
-        return [pb_utils.Tensor(TOKENS, tokens), pb_utils.Tensor(HIDDEN, hidden), *scored]
+        sent = [pb_utils.Tensor(HIDDEN, hidden)] if HIDDEN in request.requested_output_names() else []
+        return [pb_utils.Tensor(TOKENS, tokens), *sent, *scored]
