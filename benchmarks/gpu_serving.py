@@ -1,0 +1,300 @@
+"""Speed of the real server, gRPC streams on its own machine: ``python -m benchmarks.gpu_serving``.
+
+First the gate: every number of drafts gives the same tokens. Then cells, the important ones first: streams of
+distinct random prompts, measured while all of them decode; prompts are in the time to first token alone. The tokens
+of every stream are compared with all others of its prompt; a cell with a differing one has no figures. The numbers
+of drafts are chosen request by request; only ``auto`` wants a server of its own. Prefix reuse is off: every prompt is
+computed. Device time comes from a few more rounds after those that are timed, so that counting it slows no figure.
+
+A row is written as it comes. Started again with the same table and answers, a run goes on where it ended. Exits with
+1 when a bound is missed (they are stated for ``synthetic:mini`` on one H200) or a cell failed.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from benchmarks.results import ROOT, append_rows, git_commit, print_table, processor
+from benchmarks.serving import bounds
+from benchmarks.serving.answers import Answers
+from benchmarks.serving.cells import Cell, Load, Window, measure
+from benchmarks.serving.streams import Clients, StreamError
+from inkling.client import stream_grpc
+from inkling.config import ModelConfig
+from inkling.memory import sequence_bytes
+from inkling.server import RunningServer, ServerOptions
+from inkling.settings import Settings
+
+TABLE = Path(__file__).with_suffix(".csv")
+ANSWERS = ROOT / "build" / "gpu_serving_answers.json"
+DRAFTS = (0, 3, 5, 8, 1)
+MAX_FAILED = 2  # cells in a row; then the server is taken to be lost
+GATE_PROMPTS = 8
+SCORED_TOKENS, NUM_TOP = 128, 20  # of each prompt of the gate, for ``benchmarks.transformers_gpu``
+FIGURES = (
+    "rounds",
+    "tokens_per_s",
+    "lowest",
+    "highest",
+    "tokens_per_s_user",
+    "token_ms",
+    "ttft_ms",
+    "ttft_max_ms",
+    "gap_ms",
+    "gap_p99_ms",
+    "tokens_per_chunk",
+    "accepted_length",
+    "round_ms",
+    "target_ms",
+    "draft_ms",
+    "target_infer_ms",
+    "draft_infer_ms",
+    "between_ms",
+    "device_target_ms",
+    "device_draft_ms",
+    "visible_ms",
+    "busy",
+    "error",
+)
+SHOWN = (
+    "context",
+    "batch",
+    "drafts",
+    "tokens_per_s",
+    "tokens_per_s_user",
+    "accepted_length",
+    "ttft_ms",
+    "gap_ms",
+)
+SHOWN += ("gap_p99_ms", "round_ms", "floor_ms", "visible_ms", "busy", "bounds")
+
+
+def ordered_cells(
+    batches: Sequence[int], contexts: Sequence[int], drafts: Sequence[int], auto: bool
+) -> list[Cell]:
+    """The cells of one server, those first whose rows matter most: short contexts, few streams, few drafts.
+
+    Longer contexts than the first are measured plain, and with the deployment's choice.
+    """
+    if auto:
+        return [Cell(batch, context, None) for context in contexts for batch in batches]
+    short, *longer = contexts
+    first = [n for n in drafts if n in DRAFTS[:2]]
+    cells = [Cell(batch, short, n) for batch in batches for n in first]
+    cells += [Cell(batch, short, n) for batch in batches for n in drafts if n not in first]
+    return cells + [Cell(batch, context, 0) for context in longer for batch in batches]
+
+
+def gate(url: str, load: Load, context: int, drafts: Sequence[int]) -> None:
+    """Ends the run unless all numbers of drafts, and log probs asked for, give the same tokens. Keeps the log probs."""
+    cells = [Cell(1, context, n) for n in sorted(drafts)]
+    scores = {"return_log_probs": True, "num_top_log_probs": NUM_TOP}
+
+    def ask(index: int, cell: Cell, more: dict[str, Any]) -> tuple[list[int], list[dict]]:
+        request = cell.request(load.seed, index, load.vocab_size, SCORED_TOKENS) | more
+        responses = list(stream_grpc(url, request, load.round_s))
+        top = [row for r in responses if "top_log_probs" in r for row in json.loads(r["top_log_probs"])]
+        return [token for r in responses for token in r["output_ids"]], top
+
+    with ThreadPoolExecutor(GATE_PROMPTS) as threads:
+        for cell, more in [*((cell, {}) for cell in cells), (cells[-1], scores)]:
+            given = list(threads.map(lambda i, cell=cell, more=more: ask(i, cell, more), range(GATE_PROMPTS)))
+            differing = sum(load.answers.num_differing(context, i, ids) for i, (ids, _) in enumerate(given))
+            if differing or any(len(ids) != SCORED_TOKENS for ids, _ in given):
+                sys.exit(f"{cell.draft_label} drafts{', scored' if more else ''}: {differing} tokens differ")
+    load.answers.scored[:] = [
+        {"context": context, "index": i, "ids": ids, "top": top} for i, (ids, top) in enumerate(given)
+    ]
+    load.answers.save()
+    print(
+        f"0 tokens differ, {GATE_PROMPTS} prompts x {SCORED_TOKENS} tokens, drafts {sorted(drafts)}",
+        flush=True,
+    )
+
+
+def row_of(cell: Cell, windows: Sequence[Window], error: str) -> dict[str, str]:
+    """Medians over the windows, as the table has them."""
+    figures = [window.figures() for window in windows]
+    row = cell.key | dict.fromkeys(FIGURES, "") | {"rounds": str(len(windows)), "error": error}
+    for name in set().union(*figures):
+        row[name] = f"{statistics.median(f[name] for f in figures if name in f):.4g}"
+    if figures:
+        rates = [f["tokens_per_s"] for f in figures]
+        row |= {"lowest": f"{min(rates):.4g}", "highest": f"{max(rates):.4g}"}
+    return row
+
+
+class Table:
+    """The rows of one build and machine: written as they come, read back when a run goes on."""
+
+    def __init__(self, file: Path, conditions: dict[str, str]):
+        self._file, self._conditions = file, conditions
+        same = [name for name in conditions if name != "date"]
+        rows = list(csv.DictReader(file.open(newline=""))) if file.exists() else []
+        mine = [row for row in rows if all(row.get(name) == conditions[name] for name in same)]
+        self.rows = [
+            {k: v for k, v in row.items() if k not in conditions} for row in mine if not row["error"]
+        ]
+
+    def has(self, cell: Cell) -> bool:
+        return any(cell.key.items() <= row.items() for row in self.rows)
+
+    def add(self, row: dict[str, str]) -> None:
+        append_rows(self._file, self._conditions, [row])
+        self.rows.append(row)
+
+
+def conditions_of(settings: Settings, commit: str, load: Load) -> dict[str, str]:
+    def installed(package: str) -> str:
+        try:
+            return version(package)
+        except PackageNotFoundError:
+            return ""
+
+    device = torch.cuda.get_device_name(0) if settings.device == "cuda" else "none"
+    values = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": commit or git_commit(),
+        "checkpoint": settings.checkpoint,
+        "gpu": device,
+        "processor": processor(),
+        "dtype": settings.torch_dtype_name,
+        "torch": torch.__version__,
+        "triton": installed("triton"),
+        "tritonserver": "2.51.0",
+        "tokens": load.num_tokens,
+        "seed": load.seed,
+    }
+    return {name: str(value) for name, value in values.items()}
+
+
+@contextmanager
+def started(settings: Settings) -> Iterator[RunningServer]:
+    options = ServerOptions(http_port=0, grpc_port=0, metrics_port=0)
+    begin = time.monotonic()
+    with RunningServer(settings, options, report=lambda line: print(line, flush=True)) as server:
+        print(f"{settings.draft_length} server ready after {time.monotonic() - begin:.1f} s", flush=True)
+        yield server
+
+
+def run_cells(
+    server: RunningServer, load: Load, cells: Sequence[Cell], table: Table, last_start: float
+) -> None:
+    num_failed = 0  # in a row
+    for cell in cells:
+        name = f"context {cell.context} batch {cell.batch} drafts {cell.draft_label}"
+        if time.monotonic() > last_start or num_failed == MAX_FAILED:
+            print(
+                f"{name}: {'out of time' if num_failed < MAX_FAILED else 'given up'}, not measured",
+                flush=True,
+            )
+            continue
+        windows: list[Window] = []
+        error, begin = "", time.monotonic()
+        try:
+            windows = measure(server, load, cell)
+        except StreamError as failure:
+            error = str(failure)
+        num_failed = num_failed + 1 if error else 0
+        row = row_of(cell, windows, error)
+        table.add(row)
+        load.answers.save()
+        shown = ", ".join(f"{key} {row[key]}" for key in SHOWN[3:-1] if row.get(key))
+        print(f"{name}: {error or shown} ({time.monotonic() - begin:.1f} s)", flush=True)
+
+
+def report(table: Table, conditions: dict[str, str]) -> bool:
+    """Whether no cell failed and no bound was missed."""
+    rows = table.rows
+    if conditions["checkpoint"].startswith(bounds.CHECKPOINT) and conditions["gpu"] != "none":
+        rows = bounds.verdicts(rows)
+    print(", ".join(f"{name} {value}" for name, value in conditions.items()))
+    print_table([{name: row.get(name, "") for name in SHOWN} for row in rows])
+    return not any(row["error"] or "MISSED" in row.get("bounds", "") for row in rows)
+
+
+def settings_of(
+    checkpoint: str, device: str, load: Load, batch: int, drafts: int, rows: int, more: list[str]
+) -> Settings:
+    """Caches for ``batch`` sequences of the whole context; ``rows``: of a step. ``more``: NAME=VALUE of settings."""
+    values: dict[str, object] = {
+        "checkpoint": checkpoint,
+        "device": device,
+        "num_draft_tokens": drafts,
+        "max_context": load.max_context,
+        "max_running_sequences": batch,
+        "max_tokens_per_step": rows,
+        "max_prompt_chunk": rows,
+        "prefix_cache": "off",
+    }
+    settings = Settings.from_values(values | dict(pair.split("=", 1) for pair in more))
+    dtype = getattr(torch, settings.torch_dtype_name)
+    config = ModelConfig.from_dir(checkpoint)
+    each = sequence_bytes(config, load.max_context, drafts, dtype, max_chunk=rows)
+    return replace(settings, cache_bytes=(batch + 1) * each)
+
+
+def main(
+    checkpoint: Annotated[str, typer.Option(help="directory, or synthetic:NAME")] = "synthetic:mini?seed=0",
+    device: Annotated[str, typer.Option(help="cuda or cpu")] = "cuda",
+    table: Annotated[Path, typer.Option(help="CSV file the rows are appended to")] = TABLE,
+    answers: Annotated[
+        Path, typer.Option(help="tokens served so far; transformers_gpu reads them")
+    ] = ANSWERS,
+    batches: Annotated[list[int], typer.Option(help="streams at a time")] = (1, 8, 32, 128),
+    contexts: Annotated[list[int], typer.Option(help="prompt tokens; beyond the first: plain and auto")] = (
+        2048,
+        8192,
+    ),
+    drafts: Annotated[list[int], typer.Option(help="numbers of drafts, 0 among them")] = DRAFTS,
+    servers: Annotated[list[str], typer.Option(help="draft lengths: fixed, auto")] = ("fixed", "auto"),
+    num_tokens: Annotated[int, typer.Option(help="measured, of each stream")] = 256,
+    warm_tokens: Annotated[int, typer.Option(help="of each stream, before that")] = 64,
+    room: Annotated[int, typer.Option(help="positions beyond the longest prompt")] = 2048,
+    rows: Annotated[int, typer.Option(help="max_tokens_per_step")] = 2048,
+    max_rounds: Annotated[int, typer.Option(help="of a cell; the median counts")] = 3,
+    cell_s: Annotated[float, typer.Option(help="no round of a cell starts later")] = 12.0,
+    round_s: Annotated[float, typer.Option(help="a round that takes longer is given up")] = 60.0,
+    minutes: Annotated[float, typer.Option(help="no cell starts later")] = 60.0,
+    client_processes: Annotated[int, typer.Option(help="that read the streams")] = 8,
+    seed: Annotated[int, typer.Option(help="of the prompts")] = 0,
+    setting: Annotated[list[str], typer.Option(help="NAME=VALUE of the server, repeatable")] = (),
+    commit: Annotated[str, typer.Option(help="shown in the rows; default: git describe")] = "",
+) -> None:
+    """Measures the server and appends a row for each cell."""
+    last_start = time.monotonic() + 60 * minutes
+    config, most = ModelConfig.from_dir(checkpoint), max(batches)
+    source = {"checkpoint": checkpoint, "device": device, "seed": seed, "commit": commit or git_commit()}
+    with Clients(most, min(most, client_processes)) as clients:
+        limits = (max(contexts) + room, num_tokens, warm_tokens, max_rounds, cell_s, round_s)
+        load = Load(clients, Answers(answers, source), seed, config.vocab_size, *limits)
+        settings = settings_of(checkpoint, device, load, most, max(drafts), rows, list(setting))
+        conditions = conditions_of(settings, source["commit"], load) | {"settings": " ".join(setting)}
+        kept = Table(table, conditions)
+        for length in servers:
+            cells = [c for c in ordered_cells(batches, contexts, drafts, length == "auto") if not kept.has(c)]
+            if cells:
+                with started(replace(settings, draft_length=length)) as server:
+                    if length == "fixed":
+                        gate(server.grpc_url, load, contexts[0], drafts)
+                    run_cells(server, load, cells, kept, last_start)
+    sys.exit(not report(kept, conditions))
+
+
+if __name__ == "__main__":
+    typer.run(main)
