@@ -12,7 +12,6 @@ A row is written as it comes. Started again with the same table and answers, a r
 
 from __future__ import annotations
 
-import csv
 import json
 import statistics
 import sys
@@ -21,18 +20,17 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
-from benchmarks.results import ROOT, append_rows, git_commit, print_table, processor
+from benchmarks.results import ROOT, append_rows, git_commit, print_table, read_rows
 from benchmarks.serving import bounds
 from benchmarks.serving.answers import Answers
-from benchmarks.serving.cells import Cell, Load, Window, measure
+from benchmarks.serving.cells import Cell, Load, Window, measure, refuse_differing
+from benchmarks.serving.conditions import conditions, installed
 from benchmarks.serving.streams import Clients, StreamError
 from inkling.client import stream_grpc
 from inkling.config import ModelConfig
@@ -101,30 +99,38 @@ def ordered_cells(
 
 
 def gate(url: str, load: Load, context: int, drafts: Sequence[int]) -> None:
-    """Ends the run unless all numbers of drafts, and log probs asked for, give the same tokens. Keeps the log probs."""
-    cells = [Cell(1, context, n) for n in sorted(drafts)]
-    scores = {"return_log_probs": True, "num_top_log_probs": NUM_TOP}
+    """Raises StreamError unless all numbers of drafts give the same tokens."""
+    for cell in (Cell(GATE_PROMPTS, context, n) for n in sorted(drafts)):
+        answers = [
+            [token for r in responses for token in r["output_ids"]] for responses in ask(url, load, cell, {})
+        ]
+        refuse_differing(load.answers, cell, answers)
+    told = f"{GATE_PROMPTS} prompts x {SCORED_TOKENS} tokens, drafts {sorted(drafts)}"
+    print(f"0 tokens differ, {told}", flush=True)
 
-    def ask(index: int, cell: Cell, more: dict[str, Any]) -> tuple[list[int], list[dict]]:
-        request = cell.request(load.seed, index, load.vocab_size, SCORED_TOKENS) | more
-        responses = list(stream_grpc(url, request, load.round_s))
-        top = [row for r in responses if "top_log_probs" in r for row in json.loads(r["top_log_probs"])]
-        return [token for r in responses for token in r["output_ids"]], top
 
-    with ThreadPoolExecutor(GATE_PROMPTS) as threads:
-        for cell, more in [*((cell, {}) for cell in cells), (cells[-1], scores)]:
-            given = list(threads.map(lambda i, cell=cell, more=more: ask(i, cell, more), range(GATE_PROMPTS)))
-            differing = sum(load.answers.num_differing(context, i, ids) for i, (ids, _) in enumerate(given))
-            if differing or any(len(ids) != SCORED_TOKENS for ids, _ in given):
-                sys.exit(f"{cell.draft_label} drafts{', scored' if more else ''}: {differing} tokens differ")
-    load.answers.scored[:] = [
-        {"context": context, "index": i, "ids": ids, "top": top} for i, (ids, top) in enumerate(given)
-    ]
+def keep_scores(url: str, load: Load, context: int, num_drafts: int) -> None:
+    """Answers again, with the log probs of the likeliest tokens, for ``benchmarks.transformers_gpu``."""
+    cell = Cell(GATE_PROMPTS, context, num_drafts)
+    scored = []
+    for index, responses in enumerate(ask(url, load, cell, {"num_top_log_probs": NUM_TOP})):
+        ids = [token for response in responses for token in response["output_ids"]]
+        top = [row for response in responses for row in json.loads(response["top_log_probs"])]
+        scored.append({"context": context, "index": index, "ids": ids, "top": top})
+    refuse_differing(load.answers, cell, [answer["ids"] for answer in scored])
+    load.answers.scored[:] = scored
     load.answers.save()
-    print(
-        f"0 tokens differ, {GATE_PROMPTS} prompts x {SCORED_TOKENS} tokens, drafts {sorted(drafts)}",
-        flush=True,
-    )
+
+
+def ask(url: str, load: Load, cell: Cell, more: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """The responses of each stream of the cell, all together, to their ends. ``more``: inputs."""
+
+    def responses(index: int) -> list[dict[str, Any]]:
+        request = cell.request(load.seed, index, load.vocab_size, SCORED_TOKENS) | more
+        return list(stream_grpc(url, request, load.round_s))
+
+    with ThreadPoolExecutor(cell.batch) as threads:
+        return list(threads.map(responses, range(cell.batch)))
 
 
 def row_of(cell: Cell, windows: Sequence[Window], error: str) -> dict[str, str]:
@@ -144,12 +150,9 @@ class Table:
 
     def __init__(self, file: Path, conditions: dict[str, str]):
         self._file, self._conditions = file, conditions
-        same = [name for name in conditions if name != "date"]
-        rows = list(csv.DictReader(file.open(newline=""))) if file.exists() else []
-        mine = [row for row in rows if all(row.get(name) == conditions[name] for name in same)]
-        self.rows = [
-            {k: v for k, v in row.items() if k not in conditions} for row in mine if not row["error"]
-        ]
+        same = {name: value for name, value in conditions.items() if name != "date"}
+        rows = [row for row in read_rows(file, same) if not row["error"]]
+        self.rows = [{name: value for name, value in row.items() if name not in conditions} for row in rows]
 
     def has(self, cell: Cell) -> bool:
         return any(cell.key.items() <= row.items() for row in self.rows)
@@ -159,33 +162,9 @@ class Table:
         self.rows.append(row)
 
 
-def conditions_of(settings: Settings, commit: str, load: Load) -> dict[str, str]:
-    def installed(package: str) -> str:
-        try:
-            return version(package)
-        except PackageNotFoundError:
-            return ""
-
-    device = torch.cuda.get_device_name(0) if settings.device == "cuda" else "none"
-    values = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit or git_commit(),
-        "checkpoint": settings.checkpoint,
-        "gpu": device,
-        "processor": processor(),
-        "dtype": settings.torch_dtype_name,
-        "torch": torch.__version__,
-        "triton": installed("triton"),
-        "tritonserver": "2.51.0",
-        "tokens": load.num_tokens,
-        "seed": load.seed,
-    }
-    return {name: str(value) for name, value in values.items()}
-
-
 @contextmanager
 def started(settings: Settings) -> Iterator[RunningServer]:
-    options = ServerOptions(http_port=0, grpc_port=0, metrics_port=0)
+    options = ServerOptions(http_port=0, grpc_port=0, metrics_port=0, exit_timeout_s=5)
     begin = time.monotonic()
     with RunningServer(settings, options, report=lambda line: print(line, flush=True)) as server:
         print(f"{settings.draft_length} server ready after {time.monotonic() - begin:.1f} s", flush=True)
@@ -218,12 +197,12 @@ def run_cells(
         print(f"{name}: {error or shown} ({time.monotonic() - begin:.1f} s)", flush=True)
 
 
-def report(table: Table, conditions: dict[str, str]) -> bool:
+def report(table: Table, measured_in: dict[str, str]) -> bool:
     """Whether no cell failed and no bound was missed."""
     rows = table.rows
-    if conditions["checkpoint"].startswith(bounds.CHECKPOINT) and conditions["gpu"] != "none":
+    if bounds.apply_to(measured_in):
         rows = bounds.verdicts(rows)
-    print(", ".join(f"{name} {value}" for name, value in conditions.items()))
+    print(", ".join(f"{name} {value}" for name, value in measured_in.items()))
     print_table([{name: row.get(name, "") for name in SHOWN} for row in rows])
     return not any(row["error"] or "MISSED" in row.get("bounds", "") for row in rows)
 
@@ -284,16 +263,19 @@ def main(
         limits = (max(contexts) + room, num_tokens, warm_tokens, max_rounds, cell_s, round_s)
         load = Load(clients, Answers(answers, source), seed, config.vocab_size, *limits)
         settings = settings_of(checkpoint, device, load, most, max(drafts), rows, list(setting))
-        conditions = conditions_of(settings, source["commit"], load) | {"settings": " ".join(setting)}
-        kept = Table(table, conditions)
+        measured_in = conditions(checkpoint, device, settings.torch_dtype_name, source["commit"])
+        measured_in |= {"triton": installed("triton"), "tritonserver": "2.51.0", "tokens": str(num_tokens)}
+        measured_in |= {"seed": str(seed), "settings": " ".join(setting)}
+        kept = Table(table, measured_in)
         for length in servers:
             cells = [c for c in ordered_cells(batches, contexts, drafts, length == "auto") if not kept.has(c)]
             if cells:
                 with started(replace(settings, draft_length=length)) as server:
                     if length == "fixed":
                         gate(server.grpc_url, load, contexts[0], drafts)
+                        keep_scores(server.grpc_url, load, contexts[0], max(drafts))
                     run_cells(server, load, cells, kept, last_start)
-    sys.exit(not report(kept, conditions))
+    sys.exit(not report(kept, measured_in))
 
 
 if __name__ == "__main__":

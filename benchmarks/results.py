@@ -40,6 +40,15 @@ def append_rows(table: Path, conditions: Mapping[str, object], rows: Sequence[Ma
         writer.writerows({**conditions, **row} for row in rows)
 
 
+def read_rows(table: Path, conditions: Mapping[str, object]) -> list[dict[str, str]]:
+    """The rows measured in these ``conditions``; none when there is no such file."""
+    if not table.exists():
+        return []
+    with table.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [row for row in rows if all(row.get(name) == str(value) for name, value in conditions.items())]
+
+
 def print_table(rows: Sequence[Mapping[str, object]]) -> None:
     """``rows`` of the same columns as a Markdown table."""
     print("| " + " | ".join(rows[0]) + " |\n|" + "---|" * len(rows[0]))

@@ -38,7 +38,9 @@ class StepClock:
         self._words = np.memmap(file, np.float64, "w+", shape=shape) if file else np.zeros(shape)
         self._is_cuda = device == "cuda"
         self._begin: torch.cuda.Event | _HostEvent | None = None
-        self._pending: deque[tuple] = deque()  # (first, last event) of steps that the device may not have done
+        self._pending: deque[tuple] = (
+            deque()
+        )  # (first, last event) of steps that the device may not have done
 
     def start(self) -> None:
         self._begin = self._mark() if self._words[_ASKED] else None

@@ -28,18 +28,19 @@ class Answers:
         if file.exists() and (content := json.loads(file.read_text()))["source"] == self._content["source"]:
             self._content = content
 
-    def num_differing(self, length: int, index: int, ids: Sequence[int]) -> int:
+    def differing(self, length: int, index: int, ids: Sequence[int]) -> list[int]:
         """Positions where ``ids`` differ from the known answer, as far as both go; a longer equal one is kept."""
         key = f"{length}/{index}"
         known = self._content["answers"].get(key, [])
-        differing = sum(given != expected for given, expected in zip(ids, known, strict=False))
-        if not differing and len(ids) > len(known):
+        pairs = enumerate(zip(ids, known, strict=False))
+        positions = [position for position, (given, expected) in pairs if given != expected]
+        if not positions and len(ids) > len(known):
             self._content["answers"][key] = list(ids)
-        return differing
+        return positions
 
     @property
     def scored(self) -> list[dict[str, Any]]:
-        """Answers with log probs: ``length``, ``index``, ``ids`` and ``top``, for each id {id: log prob}."""
+        """Answers with log probs: ``context`` (ids of the prompt), ``index``, ``ids``; ``top``, {id: log prob} of each."""
         return self._content["scored"]
 
     def save(self) -> None:

@@ -28,6 +28,11 @@ AUTO_SHARE = 0.97  # of the best fixed number
 Row = dict[str, str]
 
 
+def apply_to(conditions: Row) -> bool:
+    """Whether the bounds were stated for what was measured."""
+    return conditions["checkpoint"].startswith(CHECKPOINT) and "H200" in conditions["gpu"]
+
+
 def verdicts(rows: Sequence[Row]) -> list[Row]:
     """The rows of one commit, each with its floor and with the bounds that it decides, passed or missed."""
     return [row | {"floor_ms": _floor(row), "bounds": "; ".join(_bounds(row, rows))} for row in rows]

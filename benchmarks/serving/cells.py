@@ -148,9 +148,16 @@ def _measure_once(server: RunningServer, load: Load, cell: Cell) -> Window:
         told = {a.error for a in load.clients.stop() if a.error}
         raise StreamError("; ".join([str(error), *sorted(told)])) from None
     answers = load.clients.stop()
-    known = load.answers
-    differing = [known.num_differing(cell.context, i, answer.ids) for i, answer in enumerate(answers)]
-    if any(differing):
-        raise StreamError(f"{sum(differing)} tokens of {np.count_nonzero(differing)} streams differ")
+    refuse_differing(load.answers, cell, [answer.ids for answer in answers])
     device_ms = tuple(1e3 * seconds / steps[0]) if steps[0] else None
     return Window(first.time, last.time, Rounds.between(first, last), answers, device_ms)
+
+
+def refuse_differing(known: Answers, cell: Cell, answers: Sequence[Sequence[int]]) -> None:
+    """Raises StreamError unless the tokens of streams 0, 1, .. are those already known for their prompts."""
+    found = {i: known.differing(cell.context, i, ids) for i, ids in enumerate(answers)}
+    found = {i: positions for i, positions in found.items() if positions}
+    if found:
+        first = ", ".join(f"{i} from token {positions[0]}" for i, positions in list(found.items())[:4])
+        total = sum(map(len, found.values()))
+        raise StreamError(f"{total} tokens of {len(found)} streams differ: stream {first}")
