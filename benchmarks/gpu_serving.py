@@ -42,8 +42,7 @@ TABLE = Path(__file__).with_suffix(".csv")
 ANSWERS = ROOT / "build" / "gpu_serving_answers.json"
 DRAFTS = (0, 3, 5, 8, 1)
 MAX_FAILED = 2  # cells in a row; then the server is taken to be lost
-GATE_PROMPTS = 8
-SCORED_TOKENS, NUM_TOP = 128, 20  # of each prompt of the gate, for ``benchmarks.transformers_gpu``
+NUM_TOP = 20  # likeliest tokens kept of each position, for ``benchmarks.transformers_gpu``
 FIGURES = (
     "rounds",
     "tokens_per_s",
@@ -100,18 +99,18 @@ def ordered_cells(
 
 def gate(url: str, load: Load, context: int, drafts: Sequence[int]) -> None:
     """Raises StreamError unless all numbers of drafts give the same tokens."""
-    for cell in (Cell(GATE_PROMPTS, context, n) for n in sorted(drafts)):
+    for cell in (Cell(load.gate_prompts, context, n) for n in sorted(drafts)):
         answers = [
             [token for r in responses for token in r["output_ids"]] for responses in ask(url, load, cell, {})
         ]
         refuse_differing(load.answers, cell, answers)
-    told = f"{GATE_PROMPTS} prompts x {SCORED_TOKENS} tokens, drafts {sorted(drafts)}"
+    told = f"{load.gate_prompts} prompts x {load.gate_tokens} tokens, drafts {sorted(drafts)}"
     print(f"0 tokens differ, {told}", flush=True)
 
 
 def keep_scores(url: str, load: Load, context: int, num_drafts: int) -> None:
     """Answers again, with the log probs of the likeliest tokens, for ``benchmarks.transformers_gpu``."""
-    cell = Cell(GATE_PROMPTS, context, num_drafts)
+    cell = Cell(load.gate_prompts, context, num_drafts)
     scored = []
     for index, responses in enumerate(ask(url, load, cell, {"num_top_log_probs": NUM_TOP})):
         ids = [token for response in responses for token in response["output_ids"]]
@@ -126,7 +125,7 @@ def ask(url: str, load: Load, cell: Cell, more: dict[str, Any]) -> list[list[dic
     """The responses of each stream of the cell, all together, to their ends. ``more``: inputs."""
 
     def responses(index: int) -> list[dict[str, Any]]:
-        request = cell.request(load.seed, index, load.vocab_size, SCORED_TOKENS) | more
+        request = cell.request(load.seed, index, load.vocab_size, load.gate_tokens) | more
         return list(stream_grpc(url, request, load.round_s))
 
     with ThreadPoolExecutor(cell.batch) as threads:
@@ -164,7 +163,7 @@ class Table:
 
 @contextmanager
 def started(settings: Settings) -> Iterator[RunningServer]:
-    options = ServerOptions(http_port=0, grpc_port=0, metrics_port=0, exit_timeout_s=5)
+    options = ServerOptions(http_port=0, grpc_port=0, metrics_port=0)
     begin = time.monotonic()
     with RunningServer(settings, options, report=lambda line: print(line, flush=True)) as server:
         print(f"{settings.draft_length} server ready after {time.monotonic() - begin:.1f} s", flush=True)
@@ -250,6 +249,8 @@ def main(
     cell_s: Annotated[float, typer.Option(help="no round of a cell starts later")] = 12.0,
     round_s: Annotated[float, typer.Option(help="a round that takes longer is given up")] = 60.0,
     minutes: Annotated[float, typer.Option(help="no cell starts later")] = 60.0,
+    gate_prompts: Annotated[int, typer.Option(help="compared first, and scored for transformers_gpu")] = 8,
+    gate_tokens: Annotated[int, typer.Option(help="of each of those")] = 128,
     client_processes: Annotated[int, typer.Option(help="that read the streams")] = 8,
     seed: Annotated[int, typer.Option(help="of the prompts")] = 0,
     setting: Annotated[list[str], typer.Option(help="NAME=VALUE of the server, repeatable")] = (),
@@ -260,8 +261,8 @@ def main(
     config, most = ModelConfig.from_dir(checkpoint), max(batches)
     source = {"checkpoint": checkpoint, "device": device, "seed": seed, "commit": commit or git_commit()}
     with Clients(most, min(most, client_processes)) as clients:
-        limits = (max(contexts) + room, num_tokens, warm_tokens, max_rounds, cell_s, round_s)
-        load = Load(clients, Answers(answers, source), seed, config.vocab_size, *limits)
+        limits = (max(contexts) + room, num_tokens, warm_tokens, max_rounds, cell_s, round_s, gate_prompts)
+        load = Load(clients, Answers(answers, source), seed, config.vocab_size, *limits, gate_tokens)
         settings = settings_of(checkpoint, device, load, most, max(drafts), rows, list(setting))
         measured_in = conditions(checkpoint, device, settings.torch_dtype_name, source["commit"])
         measured_in |= {"triton": installed("triton"), "tritonserver": "2.51.0", "tokens": str(num_tokens)}

@@ -112,11 +112,8 @@ def test_rounds_are_means_over_the_targets_calls() -> None:
             "compute_infer_duration_us": 2e3 * rounds,
         }
         draft = {"request_duration_us": 1e3 * rounds, "compute_infer_duration_us": 500.0 * rounds}
-        return Counters(
-            time,
-            {("inkling_target", k): v for k, v in target.items()}
-            | {("inkling_mtp", k): v for k, v in draft.items()},
-        )
+        values = {("inkling_target", name): value for name, value in target.items()}
+        return Counters(time, values | {("inkling_mtp", name): value for name, value in draft.items()})
 
     rounds = Rounds.between(counters(10.0, 100), counters(10.1, 120))
     assert rounds.count == 20 and rounds.round_ms == pytest.approx(5.0)

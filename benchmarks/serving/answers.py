@@ -40,7 +40,7 @@ class Answers:
 
     @property
     def scored(self) -> list[dict[str, Any]]:
-        """Answers with log probs: ``context`` (ids of the prompt), ``index``, ``ids``; ``top``, {id: log prob} of each."""
+        """Answers with log probs: ``context`` (prompt ids), ``index``, ``ids``; of each ``top``: {id: log prob}."""
         return self._content["scored"]
 
     def save(self) -> None:

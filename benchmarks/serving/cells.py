@@ -61,6 +61,8 @@ class Load:
     max_rounds: int
     cell_s: float  # no round of a cell starts later
     round_s: float  # a round that takes longer is given up
+    gate_prompts: int
+    gate_tokens: int  # of each of those
 
 
 @dataclass(frozen=True)
