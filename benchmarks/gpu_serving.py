@@ -26,9 +26,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from benchmarks.results import ROOT, append_rows, git_commit, print_table, read_rows
+from benchmarks.results import append_rows, git_commit, print_table, read_rows
 from benchmarks.serving import bounds
-from benchmarks.serving.answers import Answers
+from benchmarks.serving.answers import ANSWERS, TABLE, Answers
 from benchmarks.serving.cells import Cell, Load, Window, measure, refuse_differing
 from benchmarks.serving.conditions import conditions, installed
 from benchmarks.serving.streams import Clients, StreamError
@@ -38,8 +38,6 @@ from inkling.memory import sequence_bytes
 from inkling.server import RunningServer, ServerOptions
 from inkling.settings import Settings
 
-TABLE = Path(__file__).with_suffix(".csv")
-ANSWERS = ROOT / "build" / "gpu_serving_answers.json"
 DRAFTS = (0, 3, 5, 8, 1)
 MAX_FAILED = 2  # cells in a row; then the server is taken to be lost
 NUM_TOP = 20  # likeliest tokens kept of each position, for ``benchmarks.transformers_gpu``

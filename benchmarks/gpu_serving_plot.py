@@ -13,7 +13,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.gpu_serving import TABLE
+from benchmarks.serving.answers import TABLE
 
 Curves = dict[str, dict[int, float]]  # drafts -> streams -> tokens per second
 

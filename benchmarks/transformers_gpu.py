@@ -25,11 +25,10 @@ import torch
 import typer
 from torch import Tensor, nn
 
-from benchmarks.gpu_serving import ANSWERS
-from benchmarks.gpu_serving import TABLE as SERVED
 from benchmarks.results import append_rows, git_commit, print_table, read_rows
 from benchmarks.serving import bounds
-from benchmarks.serving.answers import Answers, prompt
+from benchmarks.serving.answers import ANSWERS, Answers, prompt
+from benchmarks.serving.answers import TABLE as SERVED
 from benchmarks.serving.conditions import conditions, installed
 from inkling.config import ModelConfig
 from inkling.settings import Settings

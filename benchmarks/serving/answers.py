@@ -12,6 +12,11 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from benchmarks.results import ROOT
+
+TABLE = ROOT / "benchmarks" / "gpu_serving.csv"  # of ``benchmarks.gpu_serving``
+ANSWERS = ROOT / "build" / "gpu_serving_answers.json"
+
 
 def prompt(seed: int, length: int, index: int, vocab_size: int) -> list[int]:
     """``length`` random ids; each (length, index) has ids of its own."""

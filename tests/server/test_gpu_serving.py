@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 CHECKPOINT = ["--checkpoint", "synthetic:tiny?seed=0", "--device", "cpu", "--commit", "test"]
 CELLS = "--batches 1 --batches 2 --contexts 40 --drafts 0 --drafts 3 --servers fixed"
 SIZES = (
-    "--num-tokens 24 --warm-tokens 4 --gate-prompts 2 --gate-tokens 32 --max-rounds 1 --room 200 --rows 128"
+    "--num-tokens 24 --warm-tokens 16 --gate-prompts 2 --gate-tokens 32 --max-rounds 1 --room 200 --rows 128"
 )
 SMALL = f"{CELLS} {SIZES} --client-processes 2 --setting threads=1".split()
 
