@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -25,13 +23,12 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks.results import append_rows
+from benchmarks.results import ROOT, append_rows, git_commit, processor
 from inkling.client import stream_http
 from inkling.server import RunningServer, ServerOptions
 from inkling.settings import Settings
 from inkling.text import load_tokenizer
 
-ROOT = Path(__file__).parents[1]
 CHECKPOINT = ROOT / "demo" / "checkpoint"
 TABLE = Path(__file__).with_suffix(".csv")
 MAX_TOKENS = 96
@@ -115,16 +112,6 @@ def timed(run: Callable[[list[int]], object], prompts: list[list[int]], streams:
     return len(prompts) * MAX_TOKENS / (time.perf_counter() - start)
 
 
-def hardware() -> str:
-    models = {
-        line.split(":", 1)[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    }
-    num_cores = os.cpu_count()
-    return f"{', '.join(sorted(models)) or platform.processor()}, {num_cores} cores"
-
-
 def main(
     rounds: Annotated[int, typer.Option(help="rounds of each pair; the median counts")] = 3,
     num_prompts: Annotated[int, typer.Option(help="held-out prompts, at most 40")] = 40,
@@ -171,13 +158,10 @@ def gate(url: str, prompts: list[list[int]], reference: Callable[[list[int]], li
 
 
 def report(measured: list[Measured], settings: Settings, rounds: int, num_prompts: int) -> None:
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
     conditions = {
         "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit,
-        "hardware": hardware(),
+        "commit": git_commit(),
+        "hardware": processor(),
         "threads": settings.num_threads,
         "torch": torch.__version__,
         "transformers": version("transformers"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,9 +21,8 @@ import torch
 import typer
 
 from benchmarks.kernel_cells.cell import Built, Cell
-from benchmarks.results import append_rows
+from benchmarks.results import append_rows, git_commit
 
-ROOT = Path(__file__).parents[1]
 TABLE = Path(__file__).with_suffix(".csv")
 PARTS = ("products", "attention", "rows", "experts")
 START_S = 60  # a child's start: imports, the CUDA context, the cells
@@ -57,7 +55,7 @@ def main(
         read, copy = pool.apply(_ceilings)
     conditions = {
         "date": datetime.now(UTC).date().isoformat(),
-        "commit": commit or _commit(),
+        "commit": commit or git_commit(),
         "gpu": torch.cuda.get_device_name(0),
         "torch": torch.__version__,
         "triton": import_module("triton").__version__,
@@ -79,15 +77,6 @@ def _ceilings() -> tuple[float, float]:
     return ceilings()
 
 
-def _commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    try:
-        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-    except FileNotFoundError:  # no git here
-        found = ""
-    return found or "unknown"
-
-
 def points(plan: Plan) -> list[tuple[Cell, str, Callable[[], Built]]]:
     """(cell, configuration, its build) in the order of measuring."""
 
@@ -105,7 +94,9 @@ def points(plan: Plan) -> list[tuple[Cell, str, Callable[[], Built]]]:
 
 def _measure_part(context: multiprocessing.context.SpawnContext, plan: Plan, deadline: float) -> None:
     """Children one after another until every point is done; a new one begins after the point that ended the last."""
-    progress = context.Array("d", [0.0, START_S, 0.0])  # the point in work, the seconds it may take, whether it began
+    progress = context.Array(
+        "d", [0.0, START_S, 0.0]
+    )  # the point in work, the seconds it may take, whether it began
     while True:
         progress[2] = 0.0
         child = context.Process(target=_child, args=(plan, progress, deadline))

@@ -88,6 +88,10 @@ class RunFolder:
             )
         self.path.chmod(0o700)
 
+    def clock(self, model: str) -> Path:
+        """Where ``model`` counts the time of its steps (``inkling.step_clock``)."""
+        return self.path / f"{model}.clock"
+
     def announce_loading(self) -> None:
         """The target says that it loads, and in which process."""
         self._write(self._loading, str(os.getpid()))

@@ -152,15 +152,19 @@ def rename(tensors: dict[str, Tensor], config: ModelConfig, naming: Naming) -> d
     """Tensors under original names as ``naming`` stores them (gate and up rows apart or stacked)."""
     stored: dict[str, Tensor] = {}
     for spec in [*target_tensors(config), *draft_tensors(config)]:
-        pieces, value = stored_pieces(spec, naming), tensors[spec.key]
-        if naming is Naming.ORIGINAL or not spec.is_gate_up:
-            stored[pieces[0].name] = value
-            continue
-        gate_up = [value[..., 0::2, :], value[..., 1::2, :]]
-        if len(pieces) == 1:
-            gate_up = [torch.cat(gate_up, dim=-2)]
-        stored.update((piece.name, part.contiguous()) for piece, part in zip(pieces, gate_up, strict=True))
+        stored |= renamed(spec, tensors[spec.key], naming)
     return stored
+
+
+def renamed(spec: TensorSpec, value: Tensor, naming: Naming) -> dict[str, Tensor]:
+    """One original tensor as ``naming`` stores it, in one piece or two."""
+    pieces = stored_pieces(spec, naming)
+    if naming is Naming.ORIGINAL or not spec.is_gate_up:
+        return {pieces[0].name: value}
+    gate_up = [value[..., 0::2, :], value[..., 1::2, :]]
+    if len(pieces) == 1:
+        gate_up = [torch.cat(gate_up, dim=-2)]
+    return {piece.name: part.contiguous() for piece, part in zip(pieces, gate_up, strict=True)}
 
 
 def write_tensors(directory: Path, tensors: dict[str, Tensor], shards: int, mtp_file: bool) -> None:

@@ -25,6 +25,7 @@ from inkling.model.cuda_pass import ArrayTypes, CudaPasses
 from inkling.model.slots import Slots, positions_per_slot
 from inkling.model.weights import DraftWeights
 from inkling.protocol import DraftStep, Kind, ring_rows, unpack
+from inkling.step_clock import StepClock
 from kernels.cuda.draft_rows import depth_ids, keep_states, window_states
 from kernels.cuda.head import Drawn, Noise, allocate_drawn, head_draw, head_logits
 from kernels.cuda.norm import dual_norm_cat, rms_norm
@@ -91,6 +92,7 @@ class CudaDraftRunner:
         self._drawn = allocate_drawn(num_slots, head)
         self.stream = DeviceStream(device)
         self.graphs = StepGraphs(self.stream, self._run_regular, "draft")
+        self.clock = StepClock()
         self._sequence_sizes = bucket_sizes(num_slots)
 
     def capture(self, report: Report = lambda line: None) -> None:
@@ -125,6 +127,7 @@ class CudaDraftRunner:
             self.passes.buffer.host["address"][0] = hidden.data_ptr()
             self._run(windows, message.ids)
             self._host_drafts.copy_(self.drafts, non_blocking=True)
+            self.clock.stop()
             self.stream.synchronize()
         drawn = self._host_drafts.numpy()[:, : len(windows.slots)].T  # [segments, depths]
         return drawn[np.arange(drawn.shape[1]) < windows.drafts[:, None]]
@@ -146,6 +149,7 @@ class CudaDraftRunner:
         is_short = longest <= self.passes.max_segment_rows
         tiles = {} if is_short else self.passes.write_tiles(num_segments)
         self.passes.buffer.upload("ids", len(ids))
+        self.clock.start()
         if key in self.graphs:
             self.graphs.replay(key)
         elif is_short:

@@ -23,6 +23,7 @@ from inkling.model.slots import Slots, positions_per_slot
 from inkling.model.token_rules import TokenRules
 from inkling.model.weights import TargetWeights
 from inkling.protocol import Kind, TargetStep, unpack
+from inkling.step_clock import StepClock
 from kernels.cuda.norm import embed_norm
 from kernels.cuda.step_inputs import hand_out
 
@@ -72,6 +73,7 @@ class CudaTargetRunner:
         )
         self.stream = DeviceStream(device)
         self.graphs = StepGraphs(self.stream, lambda key: self._run_short(*key, key[0] * key[1]), "target")
+        self.clock = StepClock()
         self._sequence_sizes = bucket_sizes(num_slots)
         self._row_sizes = bucket_sizes(num_draft_tokens + 1)
         self._which = 0
@@ -114,6 +116,7 @@ class CudaTargetRunner:
             row, ids = message.scores.T
             segment = np.searchsorted(starts, row, side="right") - 1
             prompt_scores = self.draws.score_prompt(hidden, row, ids, slots[segment]) if len(row) else None
+            self.clock.stop()
             self.stream.synchronize()
         tokens = self.draws.tokens()
         return tokens, hidden[: len(message.ids)], _joined(drawn_scores, prompt_scores)
@@ -143,6 +146,7 @@ class CudaTargetRunner:
         is_short = longest <= self.passes.max_segment_rows
         tiles = {} if is_short else self.passes.write_tiles(num_segments)
         self.passes.buffer.upload("ids", padded)
+        self.clock.start()
         if use_graph:
             self.graphs.replay(key)
         elif is_short:

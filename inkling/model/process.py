@@ -15,9 +15,10 @@ from inkling.device_memory import export_block, map_block, use_gpu
 from inkling.errors import ProtocolError
 from inkling.memory import format_bytes
 from inkling.model.load import load_draft_runner, load_target_runner
-from inkling.protocol import control_step
+from inkling.protocol import DRAFT_MODEL, TARGET_MODEL, control_step
 from inkling.run_folder import RunFolder, TargetRecord
 from inkling.settings import Settings
+from inkling.step_clock import StepClock
 
 Report = Callable[[str], None]
 
@@ -53,6 +54,7 @@ class TargetProcess:
         )
         if deployment.device.type == "cuda":
             torch.cuda.synchronize(deployment.device)  # the shared weights are in place
+        self._runner.clock = StepClock(folder.clock(TARGET_MODEL), settings.device)
         folder.publish(record)  # the draft loads while graphs are captured here
         _capture(self._runner, settings, report)
         report(f"{format_bytes(block.nbytes)} shared with the draft; {_memory_line(deployment)}")
@@ -85,6 +87,7 @@ class DraftProcess:
         block = map_block(record.block, deployment.device)
         shared, self._ring = deployment.shared_layout.of_block(block)
         self._runner = load_draft_runner(deployment, shared, generation=record.generation, report=report)
+        self._runner.clock = StepClock(folder.clock(DRAFT_MODEL), settings.device)
         _capture(self._runner, settings, report)
         report(f"{format_bytes(block.nbytes)} mapped from the target; {_memory_line(deployment)}")
 

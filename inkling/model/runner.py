@@ -20,6 +20,7 @@ from inkling.model.slots import Slots, positions_per_slot
 from inkling.model.target import TargetModel
 from inkling.model.token_rules import TokenRules
 from inkling.protocol import DraftStep, Kind, TargetStep, ring_rows, unpack
+from inkling.step_clock import StepClock
 from kernels.rows import find_row_quantum, padded_rows, set_row_quantum
 
 
@@ -51,6 +52,7 @@ class TargetRunner:
             num_slots, positions_per_slot(max_context, num_draft_tokens), page_size, generation
         )
         self.rules = TokenRules(model.weights.head.shape[0])
+        self.clock = StepClock()
 
     def step(self, control: np.ndarray) -> tuple[np.ndarray, Tensor]:
         """CONTROL (TargetStep) -> drawn tokens int32 [draws], hidden states [T, H]."""
@@ -59,6 +61,7 @@ class TargetRunner:
     @torch.inference_mode()
     def step_scored(self, control: np.ndarray) -> tuple[np.ndarray, Tensor, np.ndarray]:
         """The same, and LOGPROBS int32 [scored, 2 + 2K]."""
+        self.clock.start()
         message = unpack(TargetStep, control)
         self.cache.zero(self.slots.begin(message))
         self.rules.begin(message)
@@ -75,6 +78,7 @@ class TargetRunner:
         prompt_scores = self._score_prompt(hidden, row, ids, slots[segment[row]])
         width = max((table.shape[1] for table in (drawn_scores, prompt_scores)), default=2)
         scores = np.concatenate([widened(table, (width - 2) // 2) for table in (drawn_scores, prompt_scores)])
+        self.clock.stop()
         return tokens.astype(np.int32), hidden[: batch.num_rows], scores
 
     def _draw(
@@ -146,10 +150,12 @@ class DraftRunner:
         self.ring = torch.zeros(
             num_slots * self.ring_rows, config.hidden_size, dtype=model.dtype, device=model.embed.device
         )
+        self.clock = StepClock()
 
     @torch.inference_mode()
     def step(self, control: np.ndarray, hidden: Tensor) -> np.ndarray:
         """CONTROL (DraftStep) and the target's states [T, H] -> drafts int32, segment by segment."""
+        self.clock.start()
         message = unpack(DraftStep, control)
         self.cache.zero(self.slots.begin(message))
         windows = _Windows(message)
@@ -157,6 +163,7 @@ class DraftRunner:
         self._keep(message.segments.astype(np.int64), hidden)
         for k in range(windows.max_depths):
             states = self._run_depth(k, windows, states)
+        self.clock.stop()
         return windows.drafts_out().astype(np.int32)
 
     def _run_depth(self, k: int, windows: _Windows, states: Tensor) -> Tensor:
