@@ -118,9 +118,8 @@ class AutoDraftLength(DraftLength):
         self._started = self._step_started = 0.0
         self._called_s = 0.0  # seconds of both calls since ``_step_started``
         self._steps = 0  # choices so far
-        self._first_lengths = 2 * list(
-            range(num_depths + 1)
-        )  # at first all are tried twice, the longest first
+        self._first_lengths: list[int] = []  # still to be tried at this load, the longest first
+        self._largest_load = 0  # sequences
         self._next_trial = self._trial = 0
         self._reviewed: tuple[int, tuple[int, int, int]] = (-REVIEW_STEPS, (0, 0, 0))
         self._rates: list[float] = []  # tokens per second by length, of the sequences as they are
@@ -193,6 +192,9 @@ class AutoDraftLength(DraftLength):
         if not load.asked:
             return
         self._steps += 1
+        if load.num_drafting >= 2 * self._largest_load and load.drafting:  # nothing is known of such loads
+            self._largest_load = load.num_drafting
+            self._first_lengths = 2 * list(range(self.max_depths + 1))
         if self._first_lengths and load.drafting:
             self.num_drafts = min(load.depths, self._first_lengths.pop())
             return

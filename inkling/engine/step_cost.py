@@ -19,18 +19,15 @@ from statistics import median_low
 CELLS_PER_OCTAVE = 4  # sizes up to 7 have a cell each
 KEPT_TIMES = 17  # of a cell; their median stands for it, so a stray slow call moves nothing
 PROMPT_FADE = 1 / 128  # of what a prompt row costs, per step that measures none
-OPTIMISM = 1 / 4  # of the tables of calls
 STALE_STEPS = 512  # after so many without it, a size is measured anew
 SPEED_CALLS = 15  # whose median gives the machine's speed of late
-COST_FADE, FADE_EVERY = 1 / 8192, 64  # of a size that no step has, per step; steps between two looks
+COST_FADE, FADE_EVERY = 1 / 32768, 64  # of a size that no step has, per step; steps between two looks
 
 
 class CostTable:
-    """Seconds of a call as a function of its rows. ``optimism``: share by which a single time is taken to be too
-    long, and the median of n times by 1 / n of that; what is hardly known is worth a try."""
+    """Seconds of a call as a function of its rows."""
 
-    def __init__(self, optimism: float = 0.0) -> None:
-        self._optimism = optimism
+    def __init__(self) -> None:
         self._cells: dict[int, deque[tuple[float, float]]] = {}  # the last (seconds, rows) of about one size
         self._seen: dict[int, int] = {}  # cell -> step of the last of them
         self._points: dict[int, tuple[float, float, int]] = {}  # cell -> rows, seconds, how many times
@@ -81,7 +78,7 @@ class CostTable:
         low, high = (min(solid), max(solid)) if solid else (math.inf, -math.inf)
         points = sorted(p for p in self._points.values() if p[2] > 1 or not low < p[0] < high)
         self._rows = [rows for rows, _, _ in points]
-        self._seconds = [seconds * (1 - self._optimism / count) for _, seconds, count in points]
+        self._seconds = [seconds for _, seconds, _ in points]
         for i in range(len(points) - 2, -1, -1):
             self._seconds[i] = min(self._seconds[i : i + 2])
 
@@ -116,13 +113,11 @@ class StepCosts:
     a row of a prompt takes in a depth."""
 
     def __init__(self, num_depths: int):
-        self.target = CostTable(OPTIMISM)
+        self.target = CostTable()
         self.slowness = 1.0  # seconds of late for one of the tables
         self._ratios: deque[float] = deque(maxlen=SPEED_CALLS)
         self._steps = 0
-        self._draft = [
-            CostTable(OPTIMISM) for _ in range(num_depths + 1)
-        ]  # 0: calls that only hand over states
+        self._draft = [CostTable() for _ in range(num_depths + 1)]  # 0: calls that only hand over states
         self._prompt_rows: deque[float] = deque(maxlen=KEPT_TIMES)
         self.prompt_row = 0.0  # seconds of a prompt row in one depth
         self._rest: deque[float] = deque(maxlen=KEPT_TIMES)

@@ -51,7 +51,7 @@ def build(name: str) -> tuple[TargetWeights, DraftWeights]:
         flush=True,
     )
     assert seconds < BUILD_S[name.partition(":")[2].partition("?")[0]]
-    assert kept == pytest.approx(expected, rel=0.003)
+    assert kept == pytest.approx(expected, rel=0.01)  # small tensors take whole blocks
     assert peak < expected + 1.2 * largest
     assert reserved - before < 1.02 * expected
     return target, draft

@@ -116,16 +116,6 @@ def test_a_size_that_no_step_has_seems_cheaper_as_time_passes() -> None:
     assert costs.target.at(16) == pytest.approx(before / math.e, rel=0.03)
 
 
-def test_a_size_seems_cheaper_the_less_often_it_was_measured() -> None:
-    costs = StepCosts(0)
-    for _ in range(16):
-        costs.add_target(16, 10.0)
-    for _ in range(2):
-        costs.add_target(32, 20.0)
-    assert costs.target.at(16) == pytest.approx(10.0, rel=0.02)
-    assert costs.target.at(32) < 18.0
-
-
 def test_costs_between_known_sizes_are_interpolated_and_bounded_beyond() -> None:
     table = CostTable()
     for rows in (8, 16, 64):
