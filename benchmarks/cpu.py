@@ -120,7 +120,7 @@ def main(
     tokenizer = load_tokenizer(CHECKPOINT)
     entries = json.loads((ROOT / "demo" / "prompts.json").read_text())[:num_prompts]
     prompts = [tokenizer.encode(entry["text"]).ids for entry in entries]
-    settings = Settings(checkpoint=str(CHECKPOINT), threads=threads)
+    settings = Settings(checkpoint=str(CHECKPOINT), threads=threads, draft_length="fixed")
     ports = ServerOptions(http_port=0, grpc_port=0, metrics_port=0)
     reference = transformers_generate()
     with RunningServer(settings, ports) as server:

@@ -115,7 +115,11 @@ def over_bls(rounds: int, repeats: int) -> dict[int, tuple[float, float, float]]
         shutil.copytree(tritonserver.model_repository(), repository)
         shutil.copytree(NULL_REPOSITORY, repository, dirs_exist_ok=True)
         settings = Settings(
-            str(CHECKPOINT), num_draft_tokens=N, max_context=CONTEXT, max_running_sequences=max(BATCHES)
+            str(CHECKPOINT),
+            num_draft_tokens=N,
+            draft_length="fixed",
+            max_context=CONTEXT,
+            max_running_sequences=max(BATCHES),
         )
         options = ServerOptions(http_port=0, grpc_port=0, metrics_port=0)
         with RunningServer(settings, options, model_repository=repository, report=print) as server:

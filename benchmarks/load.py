@@ -213,7 +213,7 @@ def main(
     num_prompts: Annotated[int, typer.Option(help="held-out prompts, at most 40")] = 16,
     seconds: Annotated[float, typer.Option(help="of steady streams; 0: none of them")] = 20.0,
     max_running: Annotated[int, typer.Option(help="max_running_sequences of the server")] = 64,
-    draft_length: Annotated[str, typer.Option(help="draft_length of the server")] = "fixed",
+    draft_length: Annotated[str, typer.Option(help="draft_length of the server")] = "auto",
 ) -> None:
     tokenizer = load_tokenizer(CHECKPOINT)
     entries = json.loads((ROOT / "demo" / "prompts.json").read_text())[:num_prompts]

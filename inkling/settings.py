@@ -26,9 +26,7 @@ class Settings:
     gpu: int = 0  # which one of those that CUDA shows, when device is cuda
     dtype: str = "auto"  # auto: float32 on the CPU, bfloat16 on CUDA
     num_draft_tokens: int = -1  # N, drafts verified per step; -1: every depth of the checkpoint
-    draft_length: str = (
-        "fixed"  # fixed: every step drafts N; auto: the number that gives the most tokens per second
-    )
+    draft_length: str = "auto"  # auto: at most N, what gives the most tokens per second; fixed: every step N
     max_context: int = 0  # positions of one sequence; 0: the checkpoint's limit, at most 4096
     max_running_sequences: int = 16
     max_tokens_per_step: int = 512  # rows of one target call: decodes first, then prompt chunks
