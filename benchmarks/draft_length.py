@@ -1,7 +1,7 @@
 """The automatic draft length beside every fixed one: demo checkpoint, CPU, in process, 1, 8 and 32 streams.
 
-All take turns, round by round, on the same prompts; the automatic one keeps what it has learnt, as a server does.
-First the gate: every length gives the same tokens. With ``--cpu-clock`` seconds are CPU time of the one thread that
+All take turns, round by round, forwards and backwards, on the same prompts; the automatic one keeps what it has
+learnt, as a server does. Each is compared with it within a round. First the gate: every length gives the same tokens. With ``--cpu-clock`` seconds are CPU time of the one thread that
 runs everything, for the automatic length, too: a busy machine moves them less. The table is printed as Markdown and
 added to ``benchmarks/draft_length.csv``. Exits with 1 when the bound is missed.
 """
@@ -117,30 +117,35 @@ def compare(
     rates: dict[str, list[float]] = {name: [] for name in engines}
     expected = None
     for number in range(rounds + 1):
-        for name, (engine, num_drafts) in engines.items():
+        turns = list(engines.items())
+        for name, (engine, num_drafts) in reversed(turns) if number % 2 else turns:
             rate, tokens = run(engine, prompts, num_drafts, max_tokens, clock)
             expected = expected or tokens
             if tokens != expected:
                 sys.exit(f"length {name}, {streams} streams: the tokens differ; nothing is reported")
             if number:  # the first round warms up, and the automatic length learns
                 rates[name].append(rate)
-    median = {name: statistics.median(values) for name, values in rates.items()}
-    best = max(rate for name, rate in median.items() if name != "auto")
+    # each beside the automatic length of the same round: the machine's speed drifts
+    beside = {
+        name: statistics.median(rate / auto for rate, auto in zip(values, rates["auto"], strict=True))
+        for name, values in rates.items()
+    }
+    best = max(ratio for name, ratio in beside.items() if name != "auto")
     return [
         {
             "streams": streams,
             "length": name,
-            "tokens_per_s": f"{median[name]:.1f}",
+            "tokens_per_s": f"{statistics.median(values):.1f}",
             "lowest": f"{min(values):.1f}",
             "highest": f"{max(values):.1f}",
-            "of_best_fixed": f"{median[name] / best:.3f}",
+            "of_best_fixed": f"{beside[name] / best:.3f}",
         }
         for name, values in rates.items()
     ]
 
 
 def main(
-    rounds: Annotated[int, typer.Option(help="rounds that count; the median is reported")] = 3,
+    rounds: Annotated[int, typer.Option(help="rounds that count; medians are reported")] = 9,
     num_prompts: Annotated[int, typer.Option(help="held-out prompts, at most 40")] = 16,
     max_tokens: Annotated[int, typer.Option(help="of an answer")] = 64,
     threads: Annotated[int, typer.Option(help="torch threads; 0: half of the cores")] = 1,
