@@ -1,9 +1,10 @@
 """The automatic draft length beside every fixed one: demo checkpoint, CPU, in process, 1, 8 and 32 streams.
 
 All take turns, round by round, forwards and backwards, on the same prompts; the automatic one keeps what it has
-learnt, as a server does. Each is compared with it within a round. First the gate: every length gives the same tokens. With ``--cpu-clock`` seconds are CPU time of the one thread that
-runs everything, for the automatic length, too: a busy machine moves them less. The table is printed as Markdown and
-added to ``benchmarks/draft_length.csv``. Exits with 1 when the bound is missed.
+learnt, as a server does. Each is compared with it within a round. First the gate: every length gives the same
+tokens. With ``--cpu-clock`` seconds are CPU time of the one thread that runs everything, for the automatic length,
+too: a busy machine moves them less. The table is printed as Markdown and added to ``benchmarks/draft_length.csv``.
+Exits with 1 when the bound is missed.
 """
 
 from __future__ import annotations
