@@ -5,14 +5,14 @@
 y and the sum are rounded, products and additions are separate operations in this order: ((w_0 u_{t-3} + w_1 u_{t-2})
 + w_2 u_{t-1}) + w_3 u_t, + u_t. Inputs of the same pass come from the pass, older ones from the cache.
 
-A program owns a run of rows: the inputs of the next rows are on their way to shared memory while one is in work, its
-older inputs stay in registers, the taps in the first-level cache. The length of the run is a run-time argument of one
-binary per width: it cannot change a bit.
+A program owns ROWS consecutive rows and asks for all of their inputs at once; each input is the newest of one row and
+an older one of the three rows behind it. Taps and weight are read once a program. A row is in all threads, whatever
+ROWS is: no bit depends on it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -20,33 +20,29 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.cuda.compile import Serving
-from kernels.cuda.norm import check_rows, normed_row, row_block, row_warps
+from kernels.cuda.norm import MANY_ROWS, NormConfig, check_rows, constants, normed_rows, options, placed, row_warps
 from kernels.cuda.rows_meta import Rows, page_place
+from kernels.cuda.weight_tiles import begin_launch
 
 HISTORY = 3  # older inputs of a row
 
 
 @dataclass(frozen=True)
-class ConvConfig:
-    """How one width is launched. Warps order the sum of the norm; the rest changes no bit."""
-
-    num_warps: int
-    programs: int  # that a long pass is spread over
-    stages: int = 3  # rows in flight, the one in work included
-    max_registers: int | None = None
+class ConvConfig(NormConfig):
+    taps_held: bool = False  # in registers, for all rows of a program; else read again for each
 
 
-CONFIGS: dict[int, ConvConfig] = {  # by width; 132 processors
-    2048: ConvConfig(4, 132 * 4, 4, 128),
-    4096: ConvConfig(8, 132 * 2, 3, 128),
-    6144: ConvConfig(8, 132, 4),
+CONFIGS: dict[int, ConvConfig] = {  # by width
+    2048: ConvConfig(4, 4),
+    4096: ConvConfig(8, 2),
+    6144: ConvConfig(8, 2),
 }
 
 
-def conv_config(width: int) -> ConvConfig:
-    """The committed configuration of a width, or one for about 16 elements a thread."""
-    warps = row_warps(width)
-    return CONFIGS.get(width) or ConvConfig(warps, 132 * 16 // warps)
+def conv_config(width: int, num_rows: int) -> ConvConfig:
+    """The committed configuration of a width; few rows want every program they can have."""
+    config = CONFIGS.get(width) or ConvConfig(row_warps(width))
+    return config if num_rows >= MANY_ROWS else replace(config, rows=1)
 
 
 @triton.jit
@@ -59,7 +55,7 @@ def older_input(
     in_cache = (offset < LAG) & (position >= LAG) & (slot >= 0)
     place = page_place(pages, slot, tl.maximum(position - LAG, 0), pages_per_slot, PAGE_SIZE, in_cache)
     source = tl.where(in_pass, u + (row - LAG) * stride, cache + place * cache_stride)
-    return tl.load(source + channel, mask=mask & (in_pass | in_cache), other=0.0)
+    return tl.load(source + channel, mask=mask & (in_pass | in_cache), other=0)
 
 
 @triton.jit
@@ -81,15 +77,22 @@ def _older_inputs(
 
 
 @triton.jit
-def _tapped(b_u, old_1, old_2, old_3, taps, channels, channel, mask):
-    """fp32 y of a row from its input and the three before it."""
-    total = old_3.to(tl.float32) * tl.load(taps + channel, mask=mask, other=0.0).to(tl.float32)
-    total += old_2.to(tl.float32) * tl.load(taps + channels + channel, mask=mask, other=0.0).to(tl.float32)
-    total += old_1.to(tl.float32) * tl.load(taps + 2 * channels + channel, mask=mask, other=0.0).to(
-        tl.float32
-    )
-    total += b_u.to(tl.float32) * tl.load(taps + 3 * channels + channel, mask=mask, other=0.0).to(tl.float32)
-    return total + b_u.to(tl.float32)
+def widened(pairs):
+    """int32 [1, N / 2], two bf16 in each -> fp32 [1, N]: a shift or a mask a value."""
+    low = (pairs << 16).to(tl.float32, bitcast=True)
+    high = (pairs & -65536).to(tl.float32, bitcast=True)
+    return tl.interleave(low, high)
+
+
+@triton.jit
+def _tapped(b_u, old_1, old_2, old_3, tap_0, tap_1, tap_2, tap_3):
+    """y of a row from its input, the three before it and the taps, all fp32."""
+    return old_3 * tap_0 + old_2 * tap_1 + old_1 * tap_2 + b_u * tap_3 + b_u
+
+
+@triton.jit
+def _tap(taps, lag_from_oldest, channels, channel, mask):
+    return tl.load(taps + lag_from_oldest * channels + channel, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -101,57 +104,130 @@ def convolved(
     old_3, old_2, old_1 = _older_inputs(
         u, stride, cache, channels, pages, row, slot, position, offset, channel, mask, pages_per_slot, PAGE_SIZE
     )  # fmt: skip
-    return _tapped(b_u, old_1, old_2, old_3, taps, channels, channel, mask)
+    return _tapped(
+        b_u.to(tl.float32), old_1.to(tl.float32), old_2.to(tl.float32), old_3.to(tl.float32),
+        _tap(taps, 0, channels, channel, mask), _tap(taps, 1, channels, channel, mask),
+        _tap(taps, 2, channels, channel, mask), _tap(taps, 3, channels, channel, mask),
+    )  # fmt: skip
 
 
 @triton.jit
-def _row_meta(slots, positions, offsets, from_ends, row, is_inside):
-    """(slot, position, offset, rows to the end) of ``row``; beyond the run, of no row."""
+def _wide(source, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """fp32 [1, BLOCK]: WIDTH values from element ``first`` on, fp32 or pairs of bf16; they stay in the caches."""
+    if source.dtype.element_ty == tl.int32:
+        pair = tl.arange(0, BLOCK // 2)[None, :]
+        mask = pair < WIDTH // 2
+        return widened(tl.load(source + first // 2 + pair, mask=mask, other=0, eviction_policy="evict_last"))
+    else:
+        channel = tl.arange(0, BLOCK)[None, :]
+        mask = channel < WIDTH
+        return tl.load(source + first + channel, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+
+
+@triton.jit
+def _all_taps(taps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """The four taps, for the oldest input first."""
     return (
-        tl.load(slots + row, mask=is_inside, other=-1),
-        tl.load(positions + row, mask=is_inside, other=0),
-        tl.load(offsets + row, mask=is_inside, other=0),
-        tl.load(from_ends + row, mask=is_inside, other=0),
-    )
+        _wide(taps, 0, WIDTH, BLOCK), _wide(taps, WIDTH, WIDTH, BLOCK), _wide(taps, 2 * WIDTH, WIDTH, BLOCK),
+        _wide(taps, 3 * WIDTH, WIDTH, BLOCK),
+    )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows", "run", "pages_per_slot", "keep_rows"])
-def _conv_add_kernel(
-    u, x, taps, cache, weight, out, slots, positions, offsets, from_ends, pages, eps,
-    num_rows, run, pages_per_slot, keep_rows,
-    HAS_NORM: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+@triton.jit
+def _finish_row(
+    x, out, row, b_x, b_u, old_1, old_2, old_3, taps, weight, eps, held,
+    HAS_NORM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    channel = tl.arange(0, BLOCK)
+    """Adds and norms one row. ``held``: taps and weight in fp32, where HELD."""
+    channel = tl.arange(0, BLOCK)[None, :]
     mask = channel < WIDTH
-    first = tl.program_id(0).to(tl.int64) * run
-    count = tl.minimum(run, num_rows - first)
-    old_3 = tl.zeros((BLOCK,), u.dtype.element_ty)
-    old_2, old_1 = old_3, old_3
-    slot, position, offset, from_end = _row_meta(slots, positions, offsets, from_ends, first, count > 0)
-    for index in tl.range(0, count, num_stages=STAGES):
-        row = first + index
-        b_u = tl.load(u + row * WIDTH + channel, mask=mask, other=0.0)
-        b_x = tl.load(x + row * WIDTH + channel, mask=mask, other=0.0)
-        following = _row_meta(slots, positions, offsets, from_ends, row + 1, index + 1 < count)
-        if slot >= 0:  # loads of a branch are not copied ahead: taps and weight stay in the first-level cache
-            if (index == 0) | (offset == 0):  # otherwise the row before left them
-                old_3, old_2, old_1 = _older_inputs(
-                    u, WIDTH, cache, WIDTH, pages, row, slot, position, offset, channel, mask, pages_per_slot,
-                    PAGE_SIZE,
-                )  # fmt: skip
-            b_y = _tapped(b_u, old_1, old_2, old_3, taps, WIDTH, channel, mask).to(b_x.dtype)
-            b_sum = (b_x.to(tl.float32) + b_y.to(tl.float32)).to(b_x.dtype)
-            tl.store(x + row * WIDTH + channel, b_sum, mask=mask)
-            if HAS_NORM:
-                b_norm = tl.load(weight + channel, mask=mask, other=0.0).to(tl.float32)
-                b_out = normed_row(b_sum.to(tl.float32), b_norm, eps, WIDTH)
-                tl.store(out + row * WIDTH + channel, b_out.to(b_x.dtype), mask=mask)
-            if from_end <= keep_rows:
-                place = page_place(pages, slot, position, pages_per_slot, PAGE_SIZE, True)
-                tl.store(cache + place * WIDTH + channel, b_u, mask=mask)
-            old_3, old_2, old_1 = old_2, old_1, b_u
-        slot, position, offset, from_end = following
+    tap_0, tap_1, tap_2, tap_3 = (held[0], held[1], held[2], held[3]) if HELD else _all_taps(taps, WIDTH, BLOCK)
+    y = _tapped(widened(b_u), widened(old_1), widened(old_2), widened(old_3), tap_0, tap_1, tap_2, tap_3)
+    b_sum = (b_x.to(tl.float32) + y.to(b_x.dtype).to(tl.float32)).to(b_x.dtype)
+    tl.store(x + row * WIDTH + channel, b_sum, mask=mask)
+    if HAS_NORM:
+        norm = held[4] if HELD else _wide(weight, 0, WIDTH, BLOCK)
+        b_out = normed_rows(b_sum.to(tl.float32), norm, eps, WIDTH)
+        tl.store(out + row * WIDTH + channel, b_out.to(b_x.dtype), mask=mask)
+
+
+@triton.jit
+def _any_row(
+    u, x, taps, cache, weight, out, slots, positions, offsets, from_ends, pages, eps, row, pages_per_slot, keep_rows,
+    HAS_NORM: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row whose older inputs may be those of the cache, and whose own may have to be kept there."""
+    PAIRS: tl.constexpr = WIDTH // 2
+    channel, pair = tl.arange(0, BLOCK)[None, :], tl.arange(0, BLOCK // 2)[None, :]
+    mask = pair < PAIRS
+    slot, position, offset = tl.load(slots + row), tl.load(positions + row), tl.load(offsets + row)
+    if slot >= 0:
+        b_u = tl.load(u + row * PAIRS + pair, mask=mask, other=0)
+        b_x = tl.load(x + row * WIDTH + channel, mask=channel < WIDTH, other=0.0)
+        old_3, old_2, old_1 = _older_inputs(
+            u, PAIRS, cache, PAIRS, pages, row, slot, position, offset, pair, mask, pages_per_slot, PAGE_SIZE
+        )  # fmt: skip
+        _finish_row(
+            x, out, row, b_x, b_u, old_1, old_2, old_3, taps, weight, eps, 0, HAS_NORM, WIDTH, BLOCK, False
+        )  # fmt: skip
+        if tl.load(from_ends + row) <= keep_rows:
+            place = page_place(pages, slot, position, pages_per_slot, PAGE_SIZE, True)
+            tl.store(cache + place * PAIRS + pair, b_u, mask=mask)
+
+
+@triton.jit
+def _inner_rows(
+    u, x, taps, weight, out, eps, first,
+    HAS_NORM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """ROWS rows of one segment whose older inputs are all of this pass. All of them are on their way at once."""
+    channel, pair = tl.arange(0, BLOCK)[None, :], tl.arange(0, BLOCK // 2)[None, :]
+    inputs, residuals = (), ()
+    for i in tl.static_range(ROWS + 3):
+        inputs = inputs + (tl.load(u + (first + i - 3) * (WIDTH // 2) + pair, mask=pair < WIDTH // 2, other=0),)
+    for i in tl.static_range(ROWS):
+        residuals = residuals + (tl.load(x + (first + i) * WIDTH + channel, mask=channel < WIDTH, other=0.0),)
+    held = 0
+    if HELD:
+        held = _all_taps(taps, WIDTH, BLOCK)
+        if HAS_NORM:
+            held = held + (_wide(weight, 0, WIDTH, BLOCK),)
+    for i in tl.static_range(ROWS):
+        _finish_row(
+            x, out, first + i, residuals[i], inputs[i + 3], inputs[i + 2], inputs[i + 1], inputs[i], taps, weight, eps,
+            held, HAS_NORM, WIDTH, BLOCK, HELD,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["num_rows", "pages_per_slot", "keep_rows"])
+def _conv_add_kernel(
+    u, x, taps, cache, weight, out, slots, positions, offsets, from_ends, pages, eps, num_rows, pages_per_slot,
+    keep_rows,
+    HAS_NORM: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    EARLY: tl.constexpr, HELD: tl.constexpr,
+):  # fmt: skip
+    """u, cache and, of bf16, taps and weight: int32, two bf16 in each. x, out: bf16."""
+    begin_launch(EARLY)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    is_inner = False
+    if ROWS > 1:
+        last = first + ROWS - 1
+        offset = tl.load(offsets + first)
+        is_inner = (offset >= 3) & (tl.load(offsets + last, mask=last < num_rows, other=0) == offset + ROWS - 1)
+        is_inner = is_inner & (tl.load(from_ends + last, mask=last < num_rows, other=0) > keep_rows)
+    if is_inner:
+        _inner_rows(u, x, taps, weight, out, eps, first, HAS_NORM, WIDTH, BLOCK, ROWS, HELD)
+    else:
+        for row in range(first, tl.minimum(first + ROWS, num_rows)):
+            _any_row(
+                u, x, taps, cache, weight, out, slots, positions, offsets, from_ends, pages, eps, row,
+                pages_per_slot, keep_rows, HAS_NORM, PAGE_SIZE, WIDTH, BLOCK,
+            )  # fmt: skip
+
+
+def _pairs(x: Tensor | None) -> Tensor | None:
+    """bf16 values seen as int32, two in each; others as they are."""
+    return x.view(torch.int32) if x is not None and x.dtype is torch.bfloat16 else x
 
 
 def short_conv_add_norm(
@@ -178,36 +254,39 @@ def short_conv_add_norm(
         taps.shape,
     )
     assert (weight is None) == (out is None), "weight and out go together"
-    assert u.dtype == x.dtype == cache.dtype and pages.dtype == torch.int32, (
+    assert u.dtype == x.dtype == cache.dtype == torch.bfloat16 and pages.dtype == torch.int32, (
         u.dtype,
         cache.dtype,
         pages.dtype,
     )
     check_rows(width, u, x, taps, cache, weight, out)
-    config = config or conv_config(width)
-    run = triton.cdiv(num_rows, config.programs)  # rows of one program
-    _conv_add_kernel[(triton.cdiv(num_rows, run),)](
-        u, x, taps, cache, weight, out, rows.slot, rows.position, rows.offset, rows.from_end, pages, eps,
-        num_rows, run, pages.shape[1], HISTORY + keep_after,
-        HAS_NORM=weight is not None, PAGE_SIZE=page_size, WIDTH=width, BLOCK=row_block(width),
-        STAGES=config.stages, num_warps=config.num_warps, maxnreg=config.max_registers, enable_fp_fusion=False,
+    config = placed(config or conv_config(width, num_rows), x)
+    _conv_add_kernel[(triton.cdiv(num_rows, config.rows),)](
+        _pairs(u), x, _pairs(taps), _pairs(cache), _pairs(weight), out, rows.slot, rows.position,
+        rows.offset, rows.from_end, pages, eps, num_rows, pages.shape[1], HISTORY + keep_after,
+        HAS_NORM=weight is not None, PAGE_SIZE=page_size, HELD=config.taps_held, **constants(width, config),
+        **options(config),
     )  # fmt: skip
 
 
-def _serving(width: int, has_norm: bool) -> Serving:
-    pointers = dict.fromkeys(["u", "x", "taps", "cache"], "*bf16")
+def serving(width: int, has_norm: bool, config: ConvConfig) -> Serving:
+    pointers = dict.fromkeys(["u", "taps", "cache"], "*i32") | {"x": "*bf16"}
     rows = dict.fromkeys(["slots", "positions", "offsets", "from_ends", "pages"], "*i32")
-    numbers = dict.fromkeys(["num_rows", "run", "pages_per_slot", "keep_rows"], "i32") | {"eps": "fp32"}
-    normed = {"weight": "*bf16", "out": "*bf16"} if has_norm else {}
-    absent = {} if has_norm else {"weight": None, "out": None}
-    config = conv_config(width)
-    constants = {"HAS_NORM": has_norm, "PAGE_SIZE": 16, "WIDTH": width, "BLOCK": row_block(width)}
-    constants["STAGES"] = config.stages
-    options = {"enable_fp_fusion": False, "maxnreg": config.max_registers}
+    numbers = dict.fromkeys(["num_rows", "pages_per_slot", "keep_rows"], "i32") | {"eps": "fp32"}
+    normed = {"weight": "*i32", "out": "*bf16"} if has_norm else {}
+    values = {} if has_norm else {"weight": None, "out": None}
+    values |= {"HAS_NORM": has_norm, "PAGE_SIZE": 16, "HELD": config.taps_held, **constants(width, config)}
+    others = options(config)
+    warps = others.pop("num_warps")
+    name = f"short_conv_add{'_norm' * has_norm} {width}, {config.rows} rows"
     return Serving(
-        f"short_conv_add{'_norm' * has_norm} {width}", _conv_add_kernel, pointers | normed | rows | numbers,
-        absent | constants, num_warps=config.num_warps, options=options,
-    )  # fmt: skip
+        name, _conv_add_kernel, pointers | normed | rows | numbers, values, num_warps=warps, options=others
+    )
 
 
-SERVING = [_serving(width, has_norm) for width in (1024, 2048, 4096, 6144) for has_norm in (True, False)]
+SERVING = [
+    serving(width, has_norm, conv_config(width, num_rows))
+    for width in (1024, 2048, 4096, 6144)
+    for has_norm in (True, False)
+    for num_rows in (1, MANY_ROWS)
+]

@@ -80,13 +80,13 @@ def test_norms_round_once_and_rows_keep_their_bits_in_every_batch(device):
     check_norms_are_row_exact(device)
 
 
-def test_the_length_of_a_program_s_run_changes_no_bit(device):
+def test_the_rows_of_a_program_change_no_bit(device):
     for width in widths(device):
-        t = counts(device)[-1]
-        whole = run_all(t, width, device, config=NormConfig(4, t, 3))  # runs of one row
-        for programs in (1, 2, 7):  # 9 rows: one run of 9, two of 5 and 4, five of 2 and the last of 1
-            found = run_all(t, width, device, config=NormConfig(4, programs, 3))
-            assert all(torch.equal(a, b) for a, b in zip(found, whole, strict=True))
+        for t in counts(device):
+            wanted = run_all(t, width, device, config=NormConfig(4))
+            for rows in (2, 4):
+                found = run_all(t, width, device, config=NormConfig(4, rows))
+                assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True)), (width, t, rows)
 
 
 def test_an_embedding_without_a_norm_is_the_table_and_id_minus_one_is_zero(device):
