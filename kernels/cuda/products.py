@@ -124,14 +124,18 @@ def _spread_kernel(
         _store_rows(out, acc, first_m, first_t, num_rows, N, BLOCK_M, BLOCK_N)
     else:
         tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-        inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        # [rows, weight rows] and only rows that exist, where that may be one; wide blocks whole, as threads hold them
+        IS_NARROW: tl.constexpr = BLOCK_N == 16
+        m, t = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
+        inside = t * BLOCK_M + m if IS_NARROW else m * BLOCK_N + t
+        is_kept = t < (num_rows - first_t if IS_NARROW else BLOCK_N)
         places = partials + tile.to(tl.int64) * (SEGMENTS * BLOCK_M * BLOCK_N) + inside
-        tl.store(places + segment * (BLOCK_M * BLOCK_N), acc)
+        tl.store(places + segment * (BLOCK_M * BLOCK_N), acc, mask=is_kept)
         tl.debug_barrier()  # every thread's part is written before the count says so
         if tl.atomic_add(counters + tile, 1, sem="acq_rel") == SEGMENTS - 1:
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for s in tl.static_range(SEGMENTS):
-                total += tl.load(places + s * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
+                total += tl.load(places + s * (BLOCK_M * BLOCK_N), mask=is_kept, other=0.0, cache_modifier=".cg")
             _store_rows(out, total, first_m, first_t, num_rows, N, BLOCK_M, BLOCK_N)
             tl.store(counters + tile, 0)
 
