@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -210,41 +211,50 @@ def _sampling(t: int, how: str) -> Built:
     return Built([partial(run, *s) for s in sets], check, t * VOCAB * 4 * (1 + (how != "greedy") + ranked))
 
 
-# Tried beside the committed configuration, where that missed its bound at 4096 rows.
+# Tried beside the committed configuration, where that misses its bound at 4096 rows, or nearly.
+_EARLY, _TWO, _FOUR = NormConfig(4, is_early=True), NormConfig(4, 2), NormConfig(4, 4)
 NORM_CANDIDATES = {
-    ("rms_norm", 6144): (NormConfig(8), NormConfig(8, 132 * 3, 3), NormConfig(16, 132 * 2, 3)),
-    ("rms_norm", 2048): (NormConfig(8), NormConfig(4, 132 * 8, 3), NormConfig(8, 132 * 4, 4)),
-    ("embed_norm", 4096): (NormConfig(8, 132 * 4, 3), NormConfig(16, 132 * 2, 4), NormConfig(16)),
-    ("embed_norm", 6144): (NormConfig(8), NormConfig(8, 132 * 2, 3), NormConfig(16, 132 * 2, 3)),
-    ("embed_norm", 2048): (NormConfig(8), NormConfig(4, 132 * 6, 3), NormConfig(8, 132 * 4, 3)),
-    ("dual_norm_cat", 6144): (NormConfig(8), NormConfig(8, 132, 3), NormConfig(16, 132, 3)),
-    ("dual_norm_cat", 2048): (NormConfig(8), NormConfig(4, 132 * 4, 3), NormConfig(8, 132 * 2, 3)),
+    ("rms_norm", 2048): (_EARLY, _TWO, replace(_TWO, is_early=True), _FOUR, NormConfig(8, 4, is_early=True)),
+    ("add_norm", 2048): (_EARLY, replace(_TWO, is_early=True)),
+    ("embed_norm", 2048): (_EARLY, _TWO, replace(_TWO, is_early=True), NormConfig(8, 4, is_early=True)),
+    ("dual_norm_cat", 2048): (_EARLY, _TWO, replace(_TWO, is_early=True), NormConfig(8, 4, is_early=True)),
+    ("rms_norm", 4096): (NormConfig(8, is_early=True), NormConfig(8, 2, is_early=True)),
+    ("embed_norm", 4096): (NormConfig(8, is_early=True), NormConfig(8, 2, is_early=True), NormConfig(16, 2)),
+    ("dual_norm_cat", 4096): (
+        NormConfig(8, max_registers=40, is_early=True),
+        NormConfig(8, 2, is_early=True),
+    ),
 }
 CONV_CANDIDATES = {
     4096: (
-        ConvConfig(8, 132 * 2, 3, 128),
-        ConvConfig(8, 132 * 4, 3, 128),
-        ConvConfig(16, 132, 5),
-        ConvConfig(16, 132 * 2, 4, 64),
+        ConvConfig(8, 2, is_early=True, taps_held=True),
+        ConvConfig(8, 4, taps_held=True),
+        ConvConfig(8, 1),
+        ConvConfig(16, 2, 64, taps_held=True),
+        ConvConfig(8, 2),
+        ConvConfig(16, 4, taps_held=True),
     ),
     6144: (
-        ConvConfig(16, 132, 3),
-        ConvConfig(16, 132 * 2, 3),
-        ConvConfig(32, 132, 3, 64),
-        ConvConfig(8, 132, 4),
+        ConvConfig(16, 2, is_early=True, taps_held=True),
+        ConvConfig(8, 2, taps_held=True),
+        ConvConfig(8, 1),
+        ConvConfig(16, 1),
+        ConvConfig(16, 2),
     ),
     2048: (
-        ConvConfig(8, 132 * 3, 3),
-        ConvConfig(8, 132 * 6, 3),
-        ConvConfig(4, 132 * 4, 4, 128),
-        ConvConfig(4, 132 * 6, 3),
+        ConvConfig(4, 2, is_early=True, taps_held=True),
+        ConvConfig(8, 4, is_early=True, taps_held=True),
+        ConvConfig(4, 4, is_early=True, taps_held=True),
+        ConvConfig(8, 2, is_early=True, taps_held=True),
+        ConvConfig(4, 1, is_early=True),
     ),
 }
 
 
-def _named(config: NormConfig | ConvConfig) -> str:
-    registers = f", {config.max_registers} registers" if config.max_registers else ""
-    return f"{config.num_warps} warps, {config.programs or 'all'} programs, {config.stages} stages{registers}"
+def _named(config: NormConfig) -> str:
+    registers = f" r{config.max_registers}" if config.max_registers else ""
+    held = " held" if isinstance(config, ConvConfig) and config.taps_held else ""
+    return f"w{config.num_warps} {config.rows} rows{registers}{held}{' early' * config.is_early}"
 
 
 def _norm_cells() -> list[Cell]:

@@ -69,7 +69,9 @@ def _launch(op: str, x: Tensor, config: NormConfig | None) -> tuple[int, dict[st
 def placed(config: NormConfig, x: Tensor) -> NormConfig:
     """``config`` as it can be launched where ``x`` is: the interpreter runs one launch after another."""
     is_whole = config.rows == 1 or row_block(x.shape[1]) >= 256 * config.num_warps
-    assert is_whole or not x.is_cuda, f"{config}: a row of {x.shape[1]} has to be in all threads, 8 values in each"
+    assert is_whole or not x.is_cuda, (
+        f"{config}: a row of {x.shape[1]} has to be in all threads, 8 values in each"
+    )
     return config if x.is_cuda else replace(config, is_early=False)
 
 

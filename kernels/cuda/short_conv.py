@@ -20,7 +20,16 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.cuda.compile import Serving
-from kernels.cuda.norm import MANY_ROWS, NormConfig, check_rows, constants, normed_rows, options, placed, row_warps
+from kernels.cuda.norm import (
+    MANY_ROWS,
+    NormConfig,
+    check_rows,
+    constants,
+    normed_rows,
+    options,
+    placed,
+    row_warps,
+)
 from kernels.cuda.rows_meta import Rows, page_place
 from kernels.cuda.weight_tiles import begin_launch
 
@@ -33,9 +42,9 @@ class ConvConfig(NormConfig):
 
 
 CONFIGS: dict[int, ConvConfig] = {  # by width
-    2048: ConvConfig(4, 4),
-    4096: ConvConfig(8, 2),
-    6144: ConvConfig(8, 2),
+    2048: ConvConfig(4, 2, taps_held=True),
+    4096: ConvConfig(8, 2, taps_held=True),
+    6144: ConvConfig(16, 2, taps_held=True),
 }
 
 
@@ -121,7 +130,9 @@ def _wide(source, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     else:
         channel = tl.arange(0, BLOCK)[None, :]
         mask = channel < WIDTH
-        return tl.load(source + first + channel, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        return tl.load(source + first + channel, mask=mask, other=0.0, eviction_policy="evict_last").to(
+            tl.float32
+        )
 
 
 @triton.jit
@@ -141,7 +152,9 @@ def _finish_row(
     """Adds and norms one row. ``held``: taps and weight in fp32, where HELD."""
     channel = tl.arange(0, BLOCK)[None, :]
     mask = channel < WIDTH
-    tap_0, tap_1, tap_2, tap_3 = (held[0], held[1], held[2], held[3]) if HELD else _all_taps(taps, WIDTH, BLOCK)
+    tap_0, tap_1, tap_2, tap_3 = (
+        (held[0], held[1], held[2], held[3]) if HELD else _all_taps(taps, WIDTH, BLOCK)
+    )
     y = _tapped(widened(b_u), widened(old_1), widened(old_2), widened(old_3), tap_0, tap_1, tap_2, tap_3)
     b_sum = (b_x.to(tl.float32) + y.to(b_x.dtype).to(tl.float32)).to(b_x.dtype)
     tl.store(x + row * WIDTH + channel, b_sum, mask=mask)
@@ -184,7 +197,9 @@ def _inner_rows(
     channel, pair = tl.arange(0, BLOCK)[None, :], tl.arange(0, BLOCK // 2)[None, :]
     inputs, residuals = (), ()
     for i in tl.static_range(ROWS + 3):
-        inputs = inputs + (tl.load(u + (first + i - 3) * (WIDTH // 2) + pair, mask=pair < WIDTH // 2, other=0),)
+        inputs = inputs + (
+            tl.load(u + (first + i - 3) * (WIDTH // 2) + pair, mask=pair < WIDTH // 2, other=0),
+        )
     for i in tl.static_range(ROWS):
         residuals = residuals + (tl.load(x + (first + i) * WIDTH + channel, mask=channel < WIDTH, other=0.0),)
     held = 0
@@ -213,7 +228,9 @@ def _conv_add_kernel(
     if ROWS > 1:
         last = first + ROWS - 1
         offset = tl.load(offsets + first)
-        is_inner = (offset >= 3) & (tl.load(offsets + last, mask=last < num_rows, other=0) == offset + ROWS - 1)
+        is_inner = (offset >= 3) & (
+            tl.load(offsets + last, mask=last < num_rows, other=0) == offset + ROWS - 1
+        )
         is_inner = is_inner & (tl.load(from_ends + last, mask=last < num_rows, other=0) > keep_rows)
     if is_inner:
         _inner_rows(u, x, taps, weight, out, eps, first, HAS_NORM, WIDTH, BLOCK, ROWS, HELD)
