@@ -53,7 +53,8 @@ def test_candidates_narrow_the_run_to_the_cells_that_have_some(monkeypatch, tmp_
 
 def test_the_cost_of_exactness_is_the_largest_ratio_of_a_shape(capsys):
     costs = kernels.Costs()
-    for op, configuration, ratio in (("x free", "S1", 1.02), ("x free", "S4", 1.07), ("x free", "S2", 0.9), ("x", "t", 3)):
+    rows = (("x free", "S1", 1.02), ("x free", "S4", 1.07), ("x free", "S2", 0.9), ("x", "table", 3))
+    for op, configuration, ratio in rows:
         costs.add(dict(FIGURES) | {"op": op, "shape": "8 x 2", "configuration": configuration, "ratio": ratio})
     costs.add(dict(FIGURES) | {"op": "x free", "shape": "8 x 2", "configuration": "S9", "ratio": "", "error": "no"})
     costs.report()

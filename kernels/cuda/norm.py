@@ -111,7 +111,8 @@ def _places(num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constex
     """Rows int64 [ROWS, 1] of this program, channels [1, BLOCK], and which of them exist."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     channel = tl.arange(0, BLOCK)[None, :]
-    return row, channel, row < num_rows, channel < WIDTH
+    is_row = row < num_rows if ROWS > 1 else tl.full((1, 1), True, tl.int1)  # one each: as many programs as rows
+    return row, channel, is_row, channel < WIDTH
 
 
 @ANY_ROWS
@@ -222,20 +223,19 @@ def _dual_norm_cat_kernel(
 ):  # fmt: skip
     """Program (i, 0) writes the left halves of its rows, (i, 1) the right ones."""
     row, channel, is_row, is_channel = _places(num_rows, WIDTH, BLOCK, ROWS)
-    places = out + (row * 2 + tl.program_id(1)) * WIDTH + channel
     if tl.program_id(1) == 0:
         b_w = tl.load(hidden_weight + channel, mask=is_channel, other=0.0)
         begin_launch(EARLY)
         b_x = tl.load(hidden + row * WIDTH + channel, mask=is_row & is_channel, other=0.0)
         b_out = normed_rows(b_x.to(tl.float32), b_w.to(tl.float32), eps, WIDTH)
-        tl.store(places, b_out.to(out.dtype.element_ty), mask=is_row & is_channel)
+        tl.store(out + row * 2 * WIDTH + channel, b_out.to(out.dtype.element_ty), mask=is_row & is_channel)
     else:
         b_w = tl.load(embed_weight + channel, mask=is_channel, other=0.0)
         b_own = tl.load(backbone_weight + channel, mask=is_channel, other=0.0) if HAS_BACKBONE else 0
         begin_launch(EARLY)
         b_x = _embedded_rows(ids, table, b_own, row, channel, is_row, is_channel, eps, HAS_BACKBONE, WIDTH)
         b_out = normed_rows(b_x.to(tl.float32), b_w.to(tl.float32), eps, WIDTH)
-        tl.store(places, b_out.to(out.dtype.element_ty), mask=is_row & is_channel)
+        tl.store(out + (row * 2 + 1) * WIDTH + channel, b_out.to(out.dtype.element_ty), mask=is_row & is_channel)
 
 
 def dual_norm_cat(

@@ -103,3 +103,29 @@ def test_a_table_beyond_two_to_the_31_elements_is_addressed(device):
     out = poisoned(1, 4096, device=device)
     embed_norm(torch.tensor([599_999], device=device), table, None, EPS, out)
     assert (out == 3.0).all()
+
+
+@pytest.mark.gpu
+def test_early_launches_in_a_chain_change_no_bit(device):
+    for width in widths(device):
+        x, y = (random(2048, width, seed=s, device=device) for s in (1, 2))
+        weight = random(width, seed=3, device=device)
+
+        def chain(is_early: bool, x=x, y=y, weight=weight, width=width) -> list[Tensor]:
+            total, found = x.clone(), [y]
+            for rows in (1, 2) * 6:
+                config = NormConfig(4, rows, is_early=is_early)
+                found.append(rms_norm(found[-1], weight, EPS, torch.empty_like(y), config))
+                found.append(add_norm(total, found[-1], weight, EPS, torch.empty_like(y), config))
+            return [*found, total]
+
+        wanted = chain(False)
+        chain(True)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = chain(True)
+        for _ in range(10):
+            for out in found[1:]:
+                out.fill_(float("nan"))
+            graph.replay()
+            assert all(map(torch.equal, found, wanted)), width
