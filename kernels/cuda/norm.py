@@ -18,7 +18,7 @@ from torch import Tensor
 from kernels.cuda.compile import Serving
 from kernels.cuda.weight_tiles import begin_launch
 
-MANY_ROWS = 1024  # from here on a program may own several rows; fewer rows want every program they can have
+MANY_ROWS = 1024  # from here on a program may own several rows and be launched early
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,18 @@ class NormConfig:
     is_early: bool = False  # programmatic dependent launch: starts while the last launch ends
 
 
-# Where measurements chose other than 16 elements a thread and a program for each row.
+_EARLY = {width: NormConfig(warps, is_early=True) for width, warps in ((2048, 4), (4096, 8))}
+# From MANY_ROWS rows on, where measurements chose other than 16 elements a thread and a program for each row.
 CONFIGS: dict[tuple[str, int], NormConfig] = {
+    ("rms_norm", 2048): _EARLY[2048],
+    ("rms_norm", 4096): _EARLY[4096],
     ("rms_norm", 6144): NormConfig(8),
+    ("add_norm", 2048): _EARLY[2048],
+    ("embed_norm", 2048): _EARLY[2048],
+    ("embed_norm", 4096): _EARLY[4096],
     ("embed_norm", 6144): NormConfig(8),
-    ("dual_norm_cat", 4096): NormConfig(8, max_registers=40),
+    ("dual_norm_cat", 2048): NormConfig(4, 2, is_early=True),
+    ("dual_norm_cat", 4096): NormConfig(8, 2, is_early=True),
     ("dual_norm_cat", 6144): NormConfig(8),
 }
 ALIGNMENT = 16  # bytes; the vector width, and with it the order of a sum, must not depend on an address
@@ -51,18 +58,16 @@ def row_warps(width: int) -> int:
     return min(max(row_block(width) // 512, 4), 16)
 
 
-def norm_config(op: str, width: int) -> NormConfig:
-    """The committed configuration of an op at a width."""
-    return CONFIGS.get((op, width)) or NormConfig(row_warps(width))
+def norm_config(op: str, width: int, num_rows: int) -> NormConfig:
+    """The committed configuration of an op at a width; the warps are the same for every number of rows."""
+    config = CONFIGS.get((op, width)) or NormConfig(row_warps(width))
+    return config if num_rows >= MANY_ROWS else NormConfig(config.num_warps)
 
 
 def _launch(op: str, x: Tensor, config: NormConfig | None) -> tuple[int, dict[str, object]]:
     """(programs, compile-time values) of a launch over the rows of ``x [T, H]``."""
     num_rows, width = x.shape
-    if config is None:
-        config = norm_config(op, width)
-        config = config if num_rows >= MANY_ROWS else replace(config, rows=1)
-    config = placed(config, x)
+    config = placed(config or norm_config(op, width, num_rows), x)
     return triton.cdiv(num_rows, config.rows), constants(width, config) | options(config)
 
 
@@ -111,7 +116,9 @@ def _places(num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constex
     """Rows int64 [ROWS, 1] of this program, channels [1, BLOCK], and which of them exist."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     channel = tl.arange(0, BLOCK)[None, :]
-    is_row = row < num_rows if ROWS > 1 else tl.full((1, 1), True, tl.int1)  # one each: as many programs as rows
+    is_row = (
+        row < num_rows if ROWS > 1 else tl.full((1, 1), True, tl.int1)
+    )  # one each: as many programs as rows
     return row, channel, is_row, channel < WIDTH
 
 
@@ -235,7 +242,9 @@ def _dual_norm_cat_kernel(
         begin_launch(EARLY)
         b_x = _embedded_rows(ids, table, b_own, row, channel, is_row, is_channel, eps, HAS_BACKBONE, WIDTH)
         b_out = normed_rows(b_x.to(tl.float32), b_w.to(tl.float32), eps, WIDTH)
-        tl.store(out + (row * 2 + 1) * WIDTH + channel, b_out.to(out.dtype.element_ty), mask=is_row & is_channel)
+        tl.store(
+            out + (row * 2 + 1) * WIDTH + channel, b_out.to(out.dtype.element_ty), mask=is_row & is_channel
+        )
 
 
 def dual_norm_cat(
@@ -295,5 +304,5 @@ SERVING = [
     serving(op, kernel, width, pointers, flags, config)
     for op, kernel, pointers, flags in _OPS
     for width in _WIDTHS
-    for config in {norm_config(op, width), replace(norm_config(op, width), rows=1)}
+    for config in {norm_config(op, width, num_rows) for num_rows in (1, MANY_ROWS)}
 ]

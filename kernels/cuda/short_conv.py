@@ -5,14 +5,14 @@
 y and the sum are rounded, products and additions are separate operations in this order: ((w_0 u_{t-3} + w_1 u_{t-2})
 + w_2 u_{t-1}) + w_3 u_t, + u_t. Inputs of the same pass come from the pass, older ones from the cache.
 
-A program owns ROWS consecutive rows and asks for all of their inputs at once; each input is the newest of one row and
-an older one of the three rows behind it. Taps and weight are read once a program. A row is in all threads, whatever
-ROWS is: no bit depends on it.
+A program walks over ROWS consecutive rows with the last three inputs, the taps and the norm's weight in registers, so
+each input is read once; STAGES rows are on their way at once. A row is in all threads, whatever ROWS is: no bit depends
+on it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -38,20 +38,20 @@ HISTORY = 3  # older inputs of a row
 
 @dataclass(frozen=True)
 class ConvConfig(NormConfig):
-    taps_held: bool = False  # in registers, for all rows of a program; else read again for each
+    stages: int = 1  # rows of a program that are on their way at once
 
 
-CONFIGS: dict[int, ConvConfig] = {  # by width
-    2048: ConvConfig(4, 2, taps_held=True),
-    4096: ConvConfig(8, 2, taps_held=True),
-    6144: ConvConfig(16, 2, taps_held=True),
+CONFIGS: dict[int, ConvConfig] = {  # by width, from MANY_ROWS rows on; fewer rows have a program each
+    2048: ConvConfig(8, 8, max_registers=64, is_early=True, stages=4),
+    4096: ConvConfig(8, 8, is_early=True, stages=4),
+    6144: ConvConfig(16, 8, is_early=True, stages=4),
 }
 
 
 def conv_config(width: int, num_rows: int) -> ConvConfig:
-    """The committed configuration of a width; few rows want every program they can have."""
+    """The committed configuration of a width."""
     config = CONFIGS.get(width) or ConvConfig(row_warps(width))
-    return config if num_rows >= MANY_ROWS else replace(config, rows=1)
+    return config if num_rows >= MANY_ROWS else ConvConfig(config.num_warps)
 
 
 @triton.jit
@@ -121,97 +121,30 @@ def convolved(
 
 
 @triton.jit
-def _wide(source, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """fp32 [1, BLOCK]: WIDTH values from element ``first`` on, fp32 or pairs of bf16; they stay in the caches."""
+def _vector(source, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """WIDTH values from element ``first`` on as they lie in memory, fp32 or pairs of bf16; they stay in the caches."""
     if source.dtype.element_ty == tl.int32:
         pair = tl.arange(0, BLOCK // 2)[None, :]
-        mask = pair < WIDTH // 2
-        return widened(tl.load(source + first // 2 + pair, mask=mask, other=0, eviction_policy="evict_last"))
+        return tl.load(
+            source + first // 2 + pair, mask=pair < WIDTH // 2, other=0, eviction_policy="evict_last"
+        )
     else:
         channel = tl.arange(0, BLOCK)[None, :]
-        mask = channel < WIDTH
-        return tl.load(source + first + channel, mask=mask, other=0.0, eviction_policy="evict_last").to(
-            tl.float32
+        return tl.load(
+            source + first + channel, mask=channel < WIDTH, other=0.0, eviction_policy="evict_last"
         )
 
 
 @triton.jit
-def _all_taps(taps, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The four taps, for the oldest input first."""
-    return (
-        _wide(taps, 0, WIDTH, BLOCK), _wide(taps, WIDTH, WIDTH, BLOCK), _wide(taps, 2 * WIDTH, WIDTH, BLOCK),
-        _wide(taps, 3 * WIDTH, WIDTH, BLOCK),
-    )  # fmt: skip
-
-
-@triton.jit
-def _finish_row(
-    x, out, row, b_x, b_u, old_1, old_2, old_3, taps, weight, eps, held,
-    HAS_NORM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, HELD: tl.constexpr,
-):  # fmt: skip
-    """Adds and norms one row. ``held``: taps and weight in fp32, where HELD."""
-    channel = tl.arange(0, BLOCK)[None, :]
-    mask = channel < WIDTH
-    tap_0, tap_1, tap_2, tap_3 = (
-        (held[0], held[1], held[2], held[3]) if HELD else _all_taps(taps, WIDTH, BLOCK)
-    )
-    y = _tapped(widened(b_u), widened(old_1), widened(old_2), widened(old_3), tap_0, tap_1, tap_2, tap_3)
-    b_sum = (b_x.to(tl.float32) + y.to(b_x.dtype).to(tl.float32)).to(b_x.dtype)
-    tl.store(x + row * WIDTH + channel, b_sum, mask=mask)
-    if HAS_NORM:
-        norm = held[4] if HELD else _wide(weight, 0, WIDTH, BLOCK)
-        b_out = normed_rows(b_sum.to(tl.float32), norm, eps, WIDTH)
-        tl.store(out + row * WIDTH + channel, b_out.to(b_x.dtype), mask=mask)
-
-
-@triton.jit
-def _any_row(
-    u, x, taps, cache, weight, out, slots, positions, offsets, from_ends, pages, eps, row, pages_per_slot, keep_rows,
-    HAS_NORM: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """A row whose older inputs may be those of the cache, and whose own may have to be kept there."""
-    PAIRS: tl.constexpr = WIDTH // 2
-    channel, pair = tl.arange(0, BLOCK)[None, :], tl.arange(0, BLOCK // 2)[None, :]
-    mask = pair < PAIRS
-    slot, position, offset = tl.load(slots + row), tl.load(positions + row), tl.load(offsets + row)
-    if slot >= 0:
-        b_u = tl.load(u + row * PAIRS + pair, mask=mask, other=0)
-        b_x = tl.load(x + row * WIDTH + channel, mask=channel < WIDTH, other=0.0)
-        old_3, old_2, old_1 = _older_inputs(
-            u, PAIRS, cache, PAIRS, pages, row, slot, position, offset, pair, mask, pages_per_slot, PAGE_SIZE
-        )  # fmt: skip
-        _finish_row(
-            x, out, row, b_x, b_u, old_1, old_2, old_3, taps, weight, eps, 0, HAS_NORM, WIDTH, BLOCK, False
-        )  # fmt: skip
-        if tl.load(from_ends + row) <= keep_rows:
-            place = page_place(pages, slot, position, pages_per_slot, PAGE_SIZE, True)
-            tl.store(cache + place * PAIRS + pair, b_u, mask=mask)
-
-
-@triton.jit
-def _inner_rows(
-    u, x, taps, weight, out, eps, first,
-    HAS_NORM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, HELD: tl.constexpr,
-):  # fmt: skip
-    """ROWS rows of one segment whose older inputs are all of this pass. All of them are on their way at once."""
-    channel, pair = tl.arange(0, BLOCK)[None, :], tl.arange(0, BLOCK // 2)[None, :]
-    inputs, residuals = (), ()
-    for i in tl.static_range(ROWS + 3):
-        inputs = inputs + (
-            tl.load(u + (first + i - 3) * (WIDTH // 2) + pair, mask=pair < WIDTH // 2, other=0),
-        )
-    for i in tl.static_range(ROWS):
-        residuals = residuals + (tl.load(x + (first + i) * WIDTH + channel, mask=channel < WIDTH, other=0.0),)
-    held = 0
-    if HELD:
-        held = _all_taps(taps, WIDTH, BLOCK)
-        if HAS_NORM:
-            held = held + (_wide(weight, 0, WIDTH, BLOCK),)
-    for i in tl.static_range(ROWS):
-        _finish_row(
-            x, out, first + i, residuals[i], inputs[i + 3], inputs[i + 2], inputs[i + 1], inputs[i], taps, weight, eps,
-            held, HAS_NORM, WIDTH, BLOCK, HELD,
-        )  # fmt: skip
+def _wide(vector, IN_LOOP: tl.constexpr):
+    """A ``_vector`` in fp32. IN_LOOP: widened for every row anew, as pairs take half the registers."""
+    if vector.dtype == tl.int32:
+        if IN_LOOP:  # else the compiler takes it out of the loop
+            vector = tl.inline_asm_elementwise(
+                "mov.b32 $0, $1;", "=r,r", [vector], dtype=tl.int32, is_pure=False, pack=1
+            )
+        vector = widened(vector)
+    return vector
 
 
 @triton.jit(do_not_specialize=["num_rows", "pages_per_slot", "keep_rows"])
@@ -219,27 +152,45 @@ def _conv_add_kernel(
     u, x, taps, cache, weight, out, slots, positions, offsets, from_ends, pages, eps, num_rows, pages_per_slot,
     keep_rows,
     HAS_NORM: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-    EARLY: tl.constexpr, HELD: tl.constexpr,
+    EARLY: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """u, cache and, of bf16, taps and weight: int32, two bf16 in each. x, out: bf16."""
+    PAIRS: tl.constexpr = WIDTH // 2
+    channel, pair = tl.arange(0, BLOCK)[None, :], tl.arange(0, BLOCK // 2)[None, :]
+    is_channel, is_pair = channel < WIDTH, pair < PAIRS
     begin_launch(EARLY)
     first = tl.program_id(0).to(tl.int64) * ROWS
-    is_inner = False
-    if ROWS > 1:
-        last = first + ROWS - 1
-        offset = tl.load(offsets + first)
-        is_inner = (offset >= 3) & (
-            tl.load(offsets + last, mask=last < num_rows, other=0) == offset + ROWS - 1
-        )
-        is_inner = is_inner & (tl.load(from_ends + last, mask=last < num_rows, other=0) > keep_rows)
-    if is_inner:
-        _inner_rows(u, x, taps, weight, out, eps, first, HAS_NORM, WIDTH, BLOCK, ROWS, HELD)
-    else:
-        for row in range(first, tl.minimum(first + ROWS, num_rows)):
-            _any_row(
-                u, x, taps, cache, weight, out, slots, positions, offsets, from_ends, pages, eps, row,
-                pages_per_slot, keep_rows, HAS_NORM, PAGE_SIZE, WIDTH, BLOCK,
+    tap_0, tap_1 = _vector(taps, 0, WIDTH, BLOCK), _vector(taps, WIDTH, WIDTH, BLOCK)
+    tap_2, tap_3 = _vector(taps, 2 * WIDTH, WIDTH, BLOCK), _vector(taps, 3 * WIDTH, WIDTH, BLOCK)
+    norm = _vector(weight, 0, WIDTH, BLOCK) if HAS_NORM else 0
+    old_1 = tl.zeros((1, BLOCK // 2), tl.int32)
+    old_2, old_3 = old_1, old_1
+    if ROWS > 1:  # of the pass; rows that need others ask for them below
+        old_1 = tl.load(u + tl.maximum(first - 1, 0) * PAIRS + pair, mask=is_pair, other=0)
+        old_2 = tl.load(u + tl.maximum(first - 2, 0) * PAIRS + pair, mask=is_pair, other=0)
+        old_3 = tl.load(u + tl.maximum(first - 3, 0) * PAIRS + pair, mask=is_pair, other=0)
+    for row in tl.range(first, tl.minimum(first + ROWS, num_rows), num_stages=STAGES):
+        b_u = tl.load(u + row * PAIRS + pair, mask=is_pair, other=0)
+        b_x = tl.load(x + row * WIDTH + channel, mask=is_channel, other=0.0)
+        slot, position, offset = tl.load(slots + row), tl.load(positions + row), tl.load(offsets + row)
+        is_real = slot >= 0  # not padding
+        if (offset < 3) | (ROWS == 1):
+            old_3, old_2, old_1 = _older_inputs(
+                u, PAIRS, cache, PAIRS, pages, row, slot, position, offset, pair, is_pair, pages_per_slot, PAGE_SIZE
             )  # fmt: skip
+        y = _tapped(
+            widened(b_u), widened(old_1), widened(old_2), widened(old_3),
+            _wide(tap_0, STAGES > 1), _wide(tap_1, STAGES > 1), _wide(tap_2, STAGES > 1), _wide(tap_3, STAGES > 1),
+        )  # fmt: skip
+        b_sum = (b_x.to(tl.float32) + y.to(b_x.dtype).to(tl.float32)).to(b_x.dtype)
+        tl.store(x + row * WIDTH + channel, b_sum, mask=is_channel & is_real)
+        if HAS_NORM:
+            b_out = normed_rows(b_sum.to(tl.float32), _wide(norm, STAGES > 1), eps, WIDTH)
+            tl.store(out + row * WIDTH + channel, b_out.to(b_x.dtype), mask=is_channel & is_real)
+        if is_real & (tl.load(from_ends + row) <= keep_rows):
+            place = page_place(pages, slot, position, pages_per_slot, PAGE_SIZE, True)
+            tl.store(cache + place * PAIRS + pair, b_u, mask=is_pair)
+        old_3, old_2, old_1 = old_2, old_1, b_u
 
 
 def _pairs(x: Tensor | None) -> Tensor | None:
@@ -281,8 +232,8 @@ def short_conv_add_norm(
     _conv_add_kernel[(triton.cdiv(num_rows, config.rows),)](
         _pairs(u), x, _pairs(taps), _pairs(cache), _pairs(weight), out, rows.slot, rows.position,
         rows.offset, rows.from_end, pages, eps, num_rows, pages.shape[1], HISTORY + keep_after,
-        HAS_NORM=weight is not None, PAGE_SIZE=page_size, HELD=config.taps_held, **constants(width, config),
-        **options(config),
+        HAS_NORM=weight is not None, PAGE_SIZE=page_size, STAGES=config.stages if x.is_cuda else 1,
+        **constants(width, config), **options(config),
     )  # fmt: skip
 
 
@@ -292,7 +243,7 @@ def serving(width: int, has_norm: bool, config: ConvConfig) -> Serving:
     numbers = dict.fromkeys(["num_rows", "pages_per_slot", "keep_rows"], "i32") | {"eps": "fp32"}
     normed = {"weight": "*i32", "out": "*bf16"} if has_norm else {}
     values = {} if has_norm else {"weight": None, "out": None}
-    values |= {"HAS_NORM": has_norm, "PAGE_SIZE": 16, "HELD": config.taps_held, **constants(width, config)}
+    values |= {"HAS_NORM": has_norm, "PAGE_SIZE": 16, "STAGES": config.stages, **constants(width, config)}
     others = options(config)
     warps = others.pop("num_warps")
     name = f"short_conv_add{'_norm' * has_norm} {width}, {config.rows} rows"

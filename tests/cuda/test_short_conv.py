@@ -98,13 +98,13 @@ def check_chunks_agree(device: str) -> None:
 
 
 def several_rows(width: int) -> list[ConvConfig]:
-    """Launches of 2 and 4 rows a program, taps in registers and not."""
+    """Launches of several rows a program, and several on their way."""
     warps = conv_config(width, 1).num_warps
-    return [ConvConfig(warps, rows, taps_held=held) for rows, held in ((2, False), (2, True), (4, True))]
+    return [ConvConfig(warps, rows, stages=stages) for rows, stages in ((2, 1), (4, 2), (8, 4))]
 
 
 def check_runs_agree(device: str) -> None:
-    """Long segments: most programs own inner rows alone, whose older inputs are all of the pass."""
+    """Long segments: most older inputs are those that a program holds."""
     segments = [(1, 0, 21), (2, 3, 18), (0, 0, 2), (3, 0, 13)]
     for width, _ in sizes(device):
         before = empty_cache(width, device)
