@@ -223,19 +223,20 @@ _CONV = ConvConfig(8, 8, is_early=True, stages=4)
 CONV_CANDIDATES = {
     4096: (
         replace(_CONV, rows=16),
-        replace(_CONV, is_early=False),
+        replace(_CONV, rows=4),
         replace(_CONV, num_warps=16, max_registers=64),
-        replace(_CONV, num_warps=16, max_registers=64, rows=16),
+        ConvConfig(8, is_early=True),
     ),
     6144: (
         replace(_CONV, num_warps=32),
         replace(_CONV, num_warps=16, rows=16, stages=3),
-        ConvConfig(8),
+        ConvConfig(8, is_early=True),
     ),
     2048: (
         _CONV,
         replace(_CONV, rows=16, max_registers=64),
         replace(_CONV, num_warps=4),
+        ConvConfig(4, is_early=True),
     ),
 }
 

@@ -173,7 +173,7 @@ def _conv_add_kernel(
         b_u = tl.load(u + row * PAIRS + pair, mask=is_pair, other=0)
         b_x = tl.load(x + row * WIDTH + channel, mask=is_channel, other=0.0)
         slot, position, offset = tl.load(slots + row), tl.load(positions + row), tl.load(offsets + row)
-        is_real = slot >= 0  # not padding
+        is_real, is_kept = slot >= 0, tl.load(from_ends + row) <= keep_rows  # not padding; a later pass reads it
         if (offset < 3) | (ROWS == 1):
             old_3, old_2, old_1 = _older_inputs(
                 u, PAIRS, cache, PAIRS, pages, row, slot, position, offset, pair, is_pair, pages_per_slot, PAGE_SIZE
@@ -187,7 +187,7 @@ def _conv_add_kernel(
         if HAS_NORM:
             b_out = normed_rows(b_sum.to(tl.float32), _wide(norm, STAGES > 1), eps, WIDTH)
             tl.store(out + row * WIDTH + channel, b_out.to(b_x.dtype), mask=is_channel & is_real)
-        if is_real & (tl.load(from_ends + row) <= keep_rows):
+        if is_real & is_kept:
             place = page_place(pages, slot, position, pages_per_slot, PAGE_SIZE, True)
             tl.store(cache + place * PAIRS + pair, b_u, mask=is_pair)
         old_3, old_2, old_1 = old_2, old_1, b_u
