@@ -34,39 +34,35 @@ MODELS = {
 }
 FEW = (1, 4, 8, 16, 32, 64)
 MANY = (128, 256, 512, 1024, 2048, 4096)
-_QKVR, _O = (
-    ProductConfig(64, 64, 128, 4, 3, True, is_early=True),
-    ProductConfig(64, 64, 128, 8, 3, True, is_early=True),
-)
+_O = ProductConfig(64, 64, 128, 8, 4, True, is_early=True)
 _ROUTER = ProductConfig(64, 16, 128, 4, 5, True, is_early=True, ahead=512)
-# (N, K, rows) near or below their bound: other launches, and other K segments where they are given. Three stages let
-# the next launch fit beside.
+_PROMPT = ProductConfig(128, 128, 64, 8, 4, False, is_bulk=True)
+_PROMPTS = tuple(
+    (config, None)
+    for config in (
+        replace(_PROMPT, block_n=256, num_warps=16),
+        replace(_PROMPT, block_m=64, num_warps=4),
+        replace(_PROMPT, num_stages=6),
+    )
+)
+# (N, K, rows) near or below their bound: other launches, and other K segments where they are given.
 TRIED: dict[tuple[int, int, int], tuple[tuple[ProductConfig, int | None], ...]] = {
     (3328, 2048, 64): (
-        (replace(_QKVR, ahead=1024), None),
-        (replace(_QKVR, ahead=256, num_warps=8), None),
-        (replace(_QKVR, ahead=1024, num_warps=8), None),
-        (replace(_QKVR, ahead=1024, block_n=32, num_stages=4), None),
-        (replace(_QKVR, ahead=1024, is_bulk=True), None),
-        (replace(_QKVR, ahead=512), 4),
-        (replace(_QKVR, ahead=512, block_m=128, num_warps=8), 4),
+        (ProductConfig(64, 32, 128, 4, 6, False, is_early=True, ahead=256), None),
+        (ProductConfig(64, 64, 128, 4, 6, False, is_early=True, is_bulk=True), None),
+        (ProductConfig(64, 32, 128, 4, 6, False, is_bulk=True), None),
+        (ProductConfig(64, 64, 128, 4, 6, True, is_early=True, ahead=256), 2),
     ),
     (2048, 2048, 64): (
-        (replace(_O, ahead=512), None),
-        (replace(_O, ahead=512, num_warps=4), None),
-        (replace(_O, ahead=512, block_n=32, num_warps=4, num_stages=4), None),
-        (replace(_O, ahead=512, is_bulk=True), None),
-        (replace(_O, ahead=1024), 2),
-        (replace(_O, ahead=256, num_stages=2), 8),
+        (replace(_O, num_warps=4, is_bulk=True), None),
+        (_O, None),
+        (replace(_O, block_k=256, num_stages=2, ahead=256), None),
     ),
-    (130, 2048, 1): ((replace(_ROUTER, num_stages=2), 8), (replace(_ROUTER, num_stages=2), 16), (_ROUTER, 2)),
-    (258, 4096, 1): ((replace(_ROUTER, num_stages=2), 16), (replace(_ROUTER, num_stages=4), None)),
-    (32768, 4096, 32): tuple(
-        (ProductConfig(64, 32, 64, 4, 4, False, is_bulk=bulk), None) for bulk in (False, True)
-    ),
-    (16384, 2048, 32): tuple(
-        (ProductConfig(64, 32, 128, 4, 4, False, is_bulk=bulk), None) for bulk in (False, True)
-    ),
+    (130, 2048, 1): ((_ROUTER, 4),),
+    (130, 2048, 64): ((_ROUTER, 4),),
+    (2048, 2048, 2048): _PROMPTS,
+    (2048, 3072, 2048): _PROMPTS,
+    (2048, 8192, 2048): _PROMPTS,
 }
 # K segments that a product of one row count could take instead, if it need not have the bits of others.
 FREE: dict[Shape, tuple[int, ...]] = {
@@ -75,10 +71,10 @@ FREE: dict[Shape, tuple[int, ...]] = {
     (4096, 16384): (2, 8),
     (8192, 4096): (2,),
     (258, 4096): (4, 16),
-    (3328, 2048): (1, 4),
+    (3328, 2048): (2, 4),
     (2048, 2048): (2, 8),
     (2048, 8192): (2, 8),
-    (130, 2048): (2, 8),
+    (130, 2048): (4,),
     (6144, 2048): (2,),
     (2048, 3072): (2, 8),
 }
