@@ -41,7 +41,9 @@ class Plan:
 
 def main(
     only: Annotated[list[str] | None, typer.Option(help="parts or beginnings of 'op shape', in turn")] = None,
-    candidates: Annotated[bool, typer.Option(help="cells with other configurations alone, and these too")] = False,
+    candidates: Annotated[
+        bool, typer.Option(help="cells with other configurations alone, and these too")
+    ] = False,
     table: Annotated[Path, typer.Option(help="CSV file the rows are appended to")] = TABLE,
     commit: Annotated[str, typer.Option(help="shown in the rows; default: git describe")] = "",
     minutes: Annotated[float, typer.Option(help="no cell starts later than this")] = 60.0,

@@ -35,14 +35,12 @@ MODELS = {
 FEW = (1, 4, 8, 16, 32, 64)
 MANY = (128, 256, 512, 1024, 2048, 4096)
 _O = ProductConfig(64, 64, 128, 8, 4, True, is_early=True)
-_ROUTER = ProductConfig(64, 16, 128, 4, 5, True, is_early=True, ahead=512)
 _PROMPT = ProductConfig(128, 128, 64, 8, 4, False, is_bulk=True)
 _PROMPTS = tuple(
     (config, None)
     for config in (
         replace(_PROMPT, block_n=256, num_warps=16),
         replace(_PROMPT, block_m=64, num_warps=4),
-        replace(_PROMPT, num_stages=6),
     )
 )
 # (N, K, rows) near or below their bound: other launches, and other K segments where they are given.
@@ -51,15 +49,12 @@ TRIED: dict[tuple[int, int, int], tuple[tuple[ProductConfig, int | None], ...]] 
         (ProductConfig(64, 32, 128, 4, 6, False, is_early=True, ahead=256), None),
         (ProductConfig(64, 64, 128, 4, 6, False, is_early=True, is_bulk=True), None),
         (ProductConfig(64, 32, 128, 4, 6, False, is_bulk=True), None),
-        (ProductConfig(64, 64, 128, 4, 6, True, is_early=True, ahead=256), 2),
     ),
     (2048, 2048, 64): (
         (replace(_O, num_warps=4, is_bulk=True), None),
         (_O, None),
         (replace(_O, block_k=256, num_stages=2, ahead=256), None),
     ),
-    (130, 2048, 1): ((_ROUTER, 4),),
-    (130, 2048, 64): ((_ROUTER, 4),),
     (2048, 2048, 2048): _PROMPTS,
     (2048, 3072, 2048): _PROMPTS,
     (2048, 8192, 2048): _PROMPTS,

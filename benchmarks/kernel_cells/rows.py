@@ -212,13 +212,7 @@ def _sampling(t: int, how: str) -> Built:
 
 
 # Tried beside the committed configuration, from 1024 rows on.
-NORM_CANDIDATES = {
-    ("add_norm", 4096): (NormConfig(8, is_early=True),),
-    ("rms_norm", 6144): (NormConfig(8, is_early=True),),
-    ("add_norm", 6144): (NormConfig(16, is_early=True), NormConfig(8, is_early=True)),
-    ("embed_norm", 6144): (NormConfig(8, is_early=True),),
-    ("dual_norm_cat", 6144): (NormConfig(8, is_early=True),),
-}
+NORM_CANDIDATES = {("add_norm", 4096): (NormConfig(8, is_early=True),)}
 _CONV = ConvConfig(8, 8, is_early=True, stages=4)
 CONV_CANDIDATES = {
     4096: (
