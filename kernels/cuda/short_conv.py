@@ -173,23 +173,25 @@ def _conv_add_kernel(
         b_u = tl.load(u + row * PAIRS + pair, mask=is_pair, other=0)
         b_x = tl.load(x + row * WIDTH + channel, mask=is_channel, other=0.0)
         slot, position, offset = tl.load(slots + row), tl.load(positions + row), tl.load(offsets + row)
-        is_real, is_kept = slot >= 0, tl.load(from_ends + row) <= keep_rows  # not padding; a later pass reads it
-        if (offset < 3) | (ROWS == 1):
-            old_3, old_2, old_1 = _older_inputs(
-                u, PAIRS, cache, PAIRS, pages, row, slot, position, offset, pair, is_pair, pages_per_slot, PAGE_SIZE
+        is_kept = tl.load(from_ends + row) <= keep_rows  # a later pass reads it
+        if slot >= 0:  # else padding
+            if (offset < 3) | (ROWS == 1):
+                old_3, old_2, old_1 = _older_inputs(
+                    u, PAIRS, cache, PAIRS, pages, row, slot, position, offset, pair, is_pair, pages_per_slot,
+                    PAGE_SIZE,
+                )  # fmt: skip
+            y = _tapped(
+                widened(b_u), widened(old_1), widened(old_2), widened(old_3), _wide(tap_0, STAGES > 1),
+                _wide(tap_1, STAGES > 1), _wide(tap_2, STAGES > 1), _wide(tap_3, STAGES > 1),
             )  # fmt: skip
-        y = _tapped(
-            widened(b_u), widened(old_1), widened(old_2), widened(old_3),
-            _wide(tap_0, STAGES > 1), _wide(tap_1, STAGES > 1), _wide(tap_2, STAGES > 1), _wide(tap_3, STAGES > 1),
-        )  # fmt: skip
-        b_sum = (b_x.to(tl.float32) + y.to(b_x.dtype).to(tl.float32)).to(b_x.dtype)
-        tl.store(x + row * WIDTH + channel, b_sum, mask=is_channel & is_real)
-        if HAS_NORM:
-            b_out = normed_rows(b_sum.to(tl.float32), _wide(norm, STAGES > 1), eps, WIDTH)
-            tl.store(out + row * WIDTH + channel, b_out.to(b_x.dtype), mask=is_channel & is_real)
-        if is_real & is_kept:
-            place = page_place(pages, slot, position, pages_per_slot, PAGE_SIZE, True)
-            tl.store(cache + place * PAIRS + pair, b_u, mask=is_pair)
+            b_sum = (b_x.to(tl.float32) + y.to(b_x.dtype).to(tl.float32)).to(b_x.dtype)
+            tl.store(x + row * WIDTH + channel, b_sum, mask=is_channel)
+            if HAS_NORM:
+                b_out = normed_rows(b_sum.to(tl.float32), _wide(norm, STAGES > 1), eps, WIDTH)
+                tl.store(out + row * WIDTH + channel, b_out.to(b_x.dtype), mask=is_channel)
+            if is_kept:
+                place = page_place(pages, slot, position, pages_per_slot, PAGE_SIZE, True)
+                tl.store(cache + place * PAIRS + pair, b_u, mask=is_pair)
         old_3, old_2, old_1 = old_2, old_1, b_u
 
 
