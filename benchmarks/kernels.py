@@ -24,7 +24,7 @@ from benchmarks.kernel_cells.cell import Built, Cell
 from benchmarks.results import append_rows, git_commit
 
 TABLE = Path(__file__).with_suffix(".csv")
-PARTS = ("products", "attention", "rows", "experts")
+PARTS = ("rows", "products", "attention", "experts")
 START_S = 60  # a child's start: imports, the CUDA context, the cells
 
 
@@ -40,8 +40,10 @@ class Plan:
 
 
 def main(
-    only: Annotated[list[str] | None, typer.Option(help="parts or ops; a prefix will do, repeatable")] = None,
-    candidates: Annotated[bool, typer.Option(help="cells with other configurations alone, and these too")] = False,
+    only: Annotated[list[str] | None, typer.Option(help="parts or beginnings of 'op shape', in turn")] = None,
+    candidates: Annotated[
+        bool, typer.Option(help="cells with other configurations alone, and these too")
+    ] = False,
     table: Annotated[Path, typer.Option(help="CSV file the rows are appended to")] = TABLE,
     commit: Annotated[str, typer.Option(help="shown in the rows; default: git describe")] = "",
     minutes: Annotated[float, typer.Option(help="no cell starts later than this")] = 60.0,
@@ -80,12 +82,16 @@ def _ceilings() -> tuple[float, float]:
 def points(plan: Plan) -> list[tuple[Cell, str, Callable[[], Built]]]:
     """(cell, configuration, its build) in the order of measuring."""
 
-    def is_wanted(cell: Cell) -> bool:
-        return not plan.only or plan.part in plan.only or any(cell.op.startswith(o) for o in plan.only)
+    def turn(cell: Cell) -> int:
+        """Place in ``plan.only`` of what the cell is wanted for; beyond it: of nothing."""
+        wanted = (o == plan.part or f"{cell.op} {cell.shape}".startswith(o) for o in plan.only)
+        return next((i for i, is_wanted in enumerate(wanted) if is_wanted), len(plan.only))
 
+    cells = import_module(f"benchmarks.kernel_cells.{plan.part}").cells()
     found = []
-    for cell in import_module(f"benchmarks.kernel_cells.{plan.part}").cells():
-        if is_wanted(cell) and (cell.candidates or not plan.with_candidates):
+    for cell in sorted(cells, key=turn):
+        is_wanted = not plan.only or turn(cell) < len(plan.only)
+        if is_wanted and (cell.candidates or not plan.with_candidates):
             found.append((cell, cell.configuration, cell.build))
             if plan.with_candidates:
                 found += [(cell, name, build) for name, build in cell.candidates.items()]
@@ -120,11 +126,11 @@ def _measure_part(context: multiprocessing.context.SpawnContext, plan: Plan, dea
 
 
 def _child(plan: Plan, progress: list[float], deadline: float) -> None:
-    todo = points(plan)
+    todo, costs = points(plan), Costs()
     for index in range(int(progress[0]), len(todo)):
         if time.monotonic() > deadline:
             print(f"{plan.part}: out of time, {len(todo) - index} points not measured", flush=True)
-            return
+            break
         cell, configuration, build = todo[index]
         progress[1] = cell.timeout_s + (START_S if index == int(progress[0]) else 0)
         progress[0], progress[2] = index, 1.0
@@ -135,9 +141,28 @@ def _child(plan: Plan, progress: list[float], deadline: float) -> None:
             row |= dict.fromkeys(FIGURES, "") | {"error": f"{type(error).__name__}: {error}"[:300]}
         append_rows(plan.table, plan.conditions, [row])
         print(_line(row), flush=True)
+        costs.add(row)
         torch.cuda.empty_cache()
         if row["error"] and ("CUDA error" in row["error"] or "illegal" in row["error"]):
             os._exit(3)  # the context is broken: the next child carries on
+    costs.report()
+
+
+class Costs:
+    """What row-exactness costs a shape: the largest ratio over the free launches, timed beside the committed one."""
+
+    def __init__(self) -> None:
+        self.largest: dict[tuple[str, str], dict[str, object]] = {}
+
+    def add(self, row: dict[str, object]) -> None:
+        key = (str(row["op"]), str(row["shape"]))
+        if key[0].endswith(" free") and not row["error"]:
+            self.largest[key] = max(self.largest.get(key, row), row, key=lambda r: float(r["ratio"]))
+
+    def report(self) -> None:
+        for (op, shape), row in self.largest.items():
+            cost = f"exact {100 * (float(row['ratio']) - 1):+.1f} %"
+            print(f"{op:20} {shape:34} {cost} beside {row['configuration']}  {row['bound']}", flush=True)
 
 
 FIGURES = ("us", "gbs", "percent_of_read", "percent_of_copy", "tflops", "reference_us", "ratio", "bound")

@@ -47,4 +47,16 @@ def test_candidates_narrow_the_run_to_the_cells_that_have_some(monkeypatch, tmp_
 
     assert names() == [("a", "table"), ("b", "table"), ("c", "S1")]
     assert names("oq") == [("c", "S1")]
+    assert names("oq", "op b") == [("c", "S1"), ("b", "table")]
     assert names(with_candidates=True) == [("b", "table"), ("b", "other")]
+
+
+def test_the_cost_of_exactness_is_the_largest_ratio_of_a_shape(capsys):
+    costs = kernels.Costs()
+    rows = (("x free", "S1", 1.02), ("x free", "S4", 1.07), ("x free", "S2", 0.9), ("x", "table", 3))
+    for op, configuration, ratio in rows:
+        costs.add(dict(FIGURES) | {"op": op, "shape": "8 x 2", "configuration": configuration, "ratio": ratio})
+    costs.add(dict(FIGURES) | {"op": "x free", "shape": "8 x 2", "configuration": "S9", "ratio": "", "error": "no"})
+    costs.report()
+    printed = capsys.readouterr().out
+    assert "exact +7.0 % beside S4" in printed and printed.count("\n") == 1

@@ -144,7 +144,9 @@ def _build(
     is_prompt: bool,
     config: AttentionConfig | None = None,
     programs: int | None = None,
+    beside_table: bool = False,
 ) -> Built:
+    """``beside_table``: the committed launch is the baseline, else torch."""
     columns = (config or heads.config).prompt_columns
     first = Inputs.draw(heads, sequences, keys, rows)
     sets = [first, *rotating(partial(Inputs.draw, heads, sequences, keys, rows), first.bytes)[1:]]
@@ -155,12 +157,18 @@ def _build(
     ]
     runs, other = (prompts, decodes[0]) if is_prompt else (decodes, prompts[0])
     comparable = rows == 1 or rows == keys
+    baseline = [x.dense() for x in sets] if comparable and not heads.window and not beside_table else None
+    if beside_table and is_prompt:
+        columns = heads.config.prompt_columns
+        baseline = [partial(x.prompt, x.tiles(columns), columns, None) for x in sets]
+    elif beside_table:
+        baseline = [partial(x.decode, x.parts(), None) for x in sets]
     return Built(
         runs=runs,
         check=partial(first.check, runs[0], other),
         bytes=first.bytes,
         flops=first.flops,
-        baseline=[x.dense() for x in sets] if comparable and not heads.window else None,
+        baseline=baseline,
         bound=bound,
     )
 
@@ -201,6 +209,22 @@ def _cell(
     return Cell(op, what, build, {name: partial(build, **tried[name]) for name in names})
 
 
+def _free_cells() -> list[Cell]:
+    """Other segments, which a kernel that need not be row-exact could take by shape: the ratio is exactness' cost."""
+    found, tried = [], _tried(SMALL_FULL.config)
+    shapes = ((64, 8192, 1), (1, 8192, 1), (64, 8192, 5), (1, 2048, 2048))
+    for sequences, keys, rows in shapes:
+        is_prompt = rows == keys
+        bound = "cost <= 1.15" if is_prompt else "cost <= 1.05"
+        for name in ("128 / 128", "128 / 64", "512 / 64"):
+            run = partial(
+                _build, SMALL_FULL, sequences, keys, rows, bound, is_prompt, **tried[name], beside_table=True
+            )
+            what = f"{sequences} x {keys} keys, {rows} rows, 32/8 x 128 full"
+            found.append(Cell("attention free", what, run, configuration=name))
+    return found
+
+
 def cells() -> list[Cell]:
     lone, half, double, apart = "128 / 128", "128 / 64", "512 / 64", "diagonal apart"
     decodes = [
@@ -232,6 +256,7 @@ def cells() -> list[Cell]:
         (SMALL_LOCAL, 2048, "", ("128 columns, 8 warps", half)),
         (LARGE_FULL, 2048, "", (lone,)),
     ]
-    return decodes + [
+    prompt_cells = [
         _cell(heads, 1, keys, 2048, bound, *names, is_prompt=True) for heads, keys, bound, names in prompts
     ]
+    return decodes + prompt_cells + _free_cells()

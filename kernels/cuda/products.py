@@ -54,7 +54,14 @@ def _step(w, x, first_m, first_t, start, is_weight, is_row, acc, MASK_M: tl.cons
 
 @triton.jit
 def _wait_for_inputs(
-    weights, first_m, first, last, N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr, AHEAD: tl.constexpr
+    weights,
+    first_m,
+    first,
+    last,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
     """Lets the next launch begin, asks the L2 for AHEAD elements of every weight row, and waits for the last launch.
 
@@ -78,7 +85,9 @@ def _wait_for_inputs(
 
 
 @triton.jit
-def _store_rows(out, total, first_m, first_t, num_rows, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _store_rows(
+    out, total, first_m, first_t, num_rows, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
     """Writes ``total [BLOCK_M, BLOCK_N]``, transposed, to its place in ``out [T, N]``, rounded to its type."""
     m, t = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)
     places = out + (first_t.to(tl.int64) * N + first_m) + (t[:, None] * N + m[None, :])
@@ -124,14 +133,20 @@ def _spread_kernel(
         _store_rows(out, acc, first_m, first_t, num_rows, N, BLOCK_M, BLOCK_N)
     else:
         tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-        inside = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        # [rows, weight rows] and only rows that exist, where that may be one; wide blocks whole, as threads hold them
+        IS_NARROW: tl.constexpr = BLOCK_N == 16
+        m, t = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_N)[None, :]
+        inside = t * BLOCK_M + m if IS_NARROW else m * BLOCK_N + t
+        is_kept = t < (num_rows - first_t if IS_NARROW else BLOCK_N)
         places = partials + tile.to(tl.int64) * (SEGMENTS * BLOCK_M * BLOCK_N) + inside
-        tl.store(places + segment * (BLOCK_M * BLOCK_N), acc)
+        tl.store(places + segment * (BLOCK_M * BLOCK_N), acc, mask=is_kept)
         tl.debug_barrier()  # every thread's part is written before the count says so
         if tl.atomic_add(counters + tile, 1, sem="acq_rel") == SEGMENTS - 1:
             total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
             for s in tl.static_range(SEGMENTS):
-                total += tl.load(places + s * (BLOCK_M * BLOCK_N), cache_modifier=".cg")
+                total += tl.load(
+                    places + s * (BLOCK_M * BLOCK_N), mask=is_kept, other=0.0, cache_modifier=".cg"
+                )
             _store_rows(out, total, first_m, first_t, num_rows, N, BLOCK_M, BLOCK_N)
             tl.store(counters + tile, 0)
 
@@ -232,14 +247,18 @@ def linear(
         x_side = TensorDescriptor.from_tensor(x, [config.block_n, config.block_k])
         w_side = TensorDescriptor.from_tensor(w, [config.block_m, config.block_k])
     if not config.is_spread:
-        _whole_kernel[(num_m * num_n,)](x_side, w_side, w, out, rows, **shape, **blocks, GROUP=config.group, **options)
+        _whole_kernel[(num_m * num_n,)](
+            x_side, w_side, w, out, rows, **shape, **blocks, GROUP=config.group, **options
+        )
         return out
     if num_m * num_n > MAX_TILES:
         raise ValueError(f"{num_m * num_n} tiles, at most {MAX_TILES} in a spread launch; take a whole one")
     size = num_m * num_n * segments * config.block_m * config.block_n if segments > 1 else 1
     partials = torch.empty(size, dtype=torch.float32, device=x.device)
     grid = (num_m, segments, num_n)
-    _spread_kernel[grid](x_side, w_side, w, out, partials, _counters(x.device), rows, **shape, **blocks, **options)
+    _spread_kernel[grid](
+        x_side, w_side, w, out, partials, _counters(x.device), rows, **shape, **blocks, **options
+    )
     return out
 
 
@@ -251,7 +270,13 @@ def serving(n: int, k: int, rows: int, config: ProductConfig | None = None, out:
     """What ``linear`` launches for ``rows`` rows times a weight ``[N, K]``."""
     config = config or product_config(n, k, rows)
     kernel, types = (_spread_kernel, _SPREAD_TYPES) if config.is_spread else (_whole_kernel, _TYPES)
-    values = {"N": n, "K": k, "UNIT": segment_unit(k), "SEGMENTS": num_segments(n, k), "BLOCK_M": config.block_m}
+    values = {
+        "N": n,
+        "K": k,
+        "UNIT": segment_unit(k),
+        "SEGMENTS": num_segments(n, k),
+        "BLOCK_M": config.block_m,
+    }
     values |= {"BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "BULK": config.is_bulk}
     values |= {"EARLY": config.is_early, "AHEAD": config.ahead}
     if config.is_bulk:

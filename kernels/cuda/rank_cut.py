@@ -1,9 +1,11 @@
 """Where top_k and top_p cut a row of logits: the last value and id that they leave, without a sort.
 
 Radix selection over many programs a row. The image of a value among the int32, ordered as the values are, has three
-digits, of 12, 10 and 10 bits. Per digit one launch adds up the numbers (top_k) or masses (top_p) of the values that
-share the digits found so far, and another takes the digit in which the sum from above reaches what is needed. Of
-values equal to the last one, those with the lowest ids stay. Sums are integers, so no order changes one.
+digits. Per digit one launch adds up the numbers (top_k) or masses (top_p) of the values that share the digits found so
+far, and another takes the digit in which the sum from above reaches what is needed. Of values equal to the last one,
+those with the lowest ids stay. Sums are integers, so no order changes one.
+
+All values have part in the first digit of top_k, so each tile counts its own before it adds them: few bins.
 """
 
 from __future__ import annotations
@@ -16,9 +18,8 @@ from torch import Tensor
 from kernels.cuda.compile import Serving
 from kernels.sampling import MIN_TEMPERATURE, SamplingRows
 
-_SHIFTS = (20, 10, 0)  # of the digits
-_BINS = (4096, 1024, 1024)
-_ALL_BINS = tl.constexpr(sum(_BINS))
+_DIGIT_BITS = {False: (8, 12, 12), True: (12, 10, 10)}  # of top_k, of top_p
+_ALL_BINS = tl.constexpr(max(sum(1 << bits for bits in all_bits) for all_bits in _DIGIT_BITS.values()))
 # of a state: key of the last value, sum above it, its rank among equals, the sum of these
 _FIELDS = tl.constexpr(4)
 _LOWEST = tl.constexpr(-2139095041)  # the key of -inf
@@ -132,8 +133,12 @@ def _digit_sums_kernel(
             found = tl.load(state + _FIELDS * BY_MASS).to(tl.int32)
             digit = (key >> SHIFT) & (BINS - 1)
             counted = counted & ((key >> SHIFT) - digit == (found >> SHIFT))
-        to = sums + (row * 2 + BY_MASS).to(tl.int64) * _ALL_BINS + OFFSET + digit
-        tl.atomic_add(to, weight, mask=counted, sem="relaxed")
+        to = sums + (row * 2 + BY_MASS).to(tl.int64) * _ALL_BINS + OFFSET
+        if FIRST and not BY_MASS:
+            counts = tl.histogram(digit, BINS, mask=counted)
+            tl.atomic_add(to + tl.arange(0, BINS), counts.to(tl.int64), mask=counts > 0, sem="relaxed")
+        else:
+            tl.atomic_add(to + digit, weight, mask=counted, sem="relaxed")
 
 
 @triton.jit
@@ -279,11 +284,16 @@ def cut_rows(
 
 def digits() -> list[dict[str, int | bool]]:
     """Compile-time values of the launches, in order: the digits of top_k, then those of top_p."""
-    return [
-        {"BY_MASS": by_mass, "FIRST": i == 0, "SHIFT": _SHIFTS[i], "BINS": _BINS[i], "OFFSET": sum(_BINS[:i])}
-        for by_mass in (False, True)
-        for i in range(len(_BINS))
-    ]
+    found = []
+    for by_mass, all_bits in _DIGIT_BITS.items():
+        shift, offset = 32, 0
+        for bits in all_bits:
+            shift -= bits
+            found.append(
+                {"BY_MASS": by_mass, "FIRST": not offset, "SHIFT": shift, "BINS": 1 << bits, "OFFSET": offset}
+            )
+            offset += 1 << bits
+    return found
 
 
 def _serving(name: str, kernel, flags: dict[str, int | bool]) -> Serving:

@@ -5,9 +5,9 @@
 y and the sum are rounded, products and additions are separate operations in this order: ((w_0 u_{t-3} + w_1 u_{t-2})
 + w_2 u_{t-1}) + w_3 u_t, + u_t. Inputs of the same pass come from the pass, older ones from the cache.
 
-A program owns a run of rows: the inputs of the next rows are on their way to shared memory while one is in work, its
-older inputs stay in registers, the taps in the first-level cache. The length of the run is a run-time argument of one
-binary per width: it cannot change a bit.
+A program walks over ROWS consecutive rows with the last three inputs, the taps and the norm's weight in registers, so
+each input is read once; STAGES rows are on their way at once. A row is in all threads, whatever ROWS is: no bit depends
+on it.
 """
 
 from __future__ import annotations
@@ -20,33 +20,38 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.cuda.compile import Serving
-from kernels.cuda.norm import check_rows, normed_row, row_block, row_warps
+from kernels.cuda.norm import (
+    MANY_ROWS,
+    NormConfig,
+    check_rows,
+    constants,
+    normed_rows,
+    options,
+    placed,
+    row_warps,
+)
 from kernels.cuda.rows_meta import Rows, page_place
+from kernels.cuda.weight_tiles import begin_launch
 
 HISTORY = 3  # older inputs of a row
 
 
 @dataclass(frozen=True)
-class ConvConfig:
-    """How one width is launched. Warps order the sum of the norm; the rest changes no bit."""
-
-    num_warps: int
-    programs: int  # that a long pass is spread over
-    stages: int = 3  # rows in flight, the one in work included
-    max_registers: int | None = None
+class ConvConfig(NormConfig):
+    stages: int = 1  # rows of a program that are on their way at once
 
 
-CONFIGS: dict[int, ConvConfig] = {  # by width; 132 processors
-    2048: ConvConfig(4, 132 * 4, 4, 128),
-    4096: ConvConfig(8, 132 * 2, 3, 128),
-    6144: ConvConfig(8, 132, 4),
+CONFIGS: dict[int, ConvConfig] = {  # by width, from MANY_ROWS rows on; fewer rows have a program each
+    2048: ConvConfig(8, 8, max_registers=64, is_early=True, stages=4),
+    4096: ConvConfig(8, 8, is_early=True, stages=4),
+    6144: ConvConfig(16, 8, is_early=True, stages=4),
 }
 
 
-def conv_config(width: int) -> ConvConfig:
-    """The committed configuration of a width, or one for about 16 elements a thread."""
-    warps = row_warps(width)
-    return CONFIGS.get(width) or ConvConfig(warps, 132 * 16 // warps)
+def conv_config(width: int, num_rows: int) -> ConvConfig:
+    """The committed configuration of a width."""
+    config = CONFIGS.get(width) or ConvConfig(row_warps(width))
+    return config if num_rows >= MANY_ROWS else ConvConfig(config.num_warps)
 
 
 @triton.jit
@@ -59,7 +64,7 @@ def older_input(
     in_cache = (offset < LAG) & (position >= LAG) & (slot >= 0)
     place = page_place(pages, slot, tl.maximum(position - LAG, 0), pages_per_slot, PAGE_SIZE, in_cache)
     source = tl.where(in_pass, u + (row - LAG) * stride, cache + place * cache_stride)
-    return tl.load(source + channel, mask=mask & (in_pass | in_cache), other=0.0)
+    return tl.load(source + channel, mask=mask & (in_pass | in_cache), other=0)
 
 
 @triton.jit
@@ -81,15 +86,22 @@ def _older_inputs(
 
 
 @triton.jit
-def _tapped(b_u, old_1, old_2, old_3, taps, channels, channel, mask):
-    """fp32 y of a row from its input and the three before it."""
-    total = old_3.to(tl.float32) * tl.load(taps + channel, mask=mask, other=0.0).to(tl.float32)
-    total += old_2.to(tl.float32) * tl.load(taps + channels + channel, mask=mask, other=0.0).to(tl.float32)
-    total += old_1.to(tl.float32) * tl.load(taps + 2 * channels + channel, mask=mask, other=0.0).to(
-        tl.float32
-    )
-    total += b_u.to(tl.float32) * tl.load(taps + 3 * channels + channel, mask=mask, other=0.0).to(tl.float32)
-    return total + b_u.to(tl.float32)
+def widened(pairs):
+    """int32 [1, N / 2], two bf16 in each -> fp32 [1, N]: a shift or a mask a value."""
+    low = (pairs << 16).to(tl.float32, bitcast=True)
+    high = (pairs & -65536).to(tl.float32, bitcast=True)
+    return tl.interleave(low, high)
+
+
+@triton.jit
+def _tapped(b_u, old_1, old_2, old_3, tap_0, tap_1, tap_2, tap_3):
+    """y of a row from its input, the three before it and the taps, all fp32."""
+    return old_3 * tap_0 + old_2 * tap_1 + old_1 * tap_2 + b_u * tap_3 + b_u
+
+
+@triton.jit
+def _tap(taps, lag_from_oldest, channels, channel, mask):
+    return tl.load(taps + lag_from_oldest * channels + channel, mask=mask, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -101,57 +113,91 @@ def convolved(
     old_3, old_2, old_1 = _older_inputs(
         u, stride, cache, channels, pages, row, slot, position, offset, channel, mask, pages_per_slot, PAGE_SIZE
     )  # fmt: skip
-    return _tapped(b_u, old_1, old_2, old_3, taps, channels, channel, mask)
+    return _tapped(
+        b_u.to(tl.float32), old_1.to(tl.float32), old_2.to(tl.float32), old_3.to(tl.float32),
+        _tap(taps, 0, channels, channel, mask), _tap(taps, 1, channels, channel, mask),
+        _tap(taps, 2, channels, channel, mask), _tap(taps, 3, channels, channel, mask),
+    )  # fmt: skip
 
 
 @triton.jit
-def _row_meta(slots, positions, offsets, from_ends, row, is_inside):
-    """(slot, position, offset, rows to the end) of ``row``; beyond the run, of no row."""
-    return (
-        tl.load(slots + row, mask=is_inside, other=-1),
-        tl.load(positions + row, mask=is_inside, other=0),
-        tl.load(offsets + row, mask=is_inside, other=0),
-        tl.load(from_ends + row, mask=is_inside, other=0),
-    )
+def _vector(source, first, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """WIDTH values from element ``first`` on as they lie in memory, fp32 or pairs of bf16; they stay in the caches."""
+    if source.dtype.element_ty == tl.int32:
+        pair = tl.arange(0, BLOCK // 2)[None, :]
+        return tl.load(
+            source + first // 2 + pair, mask=pair < WIDTH // 2, other=0, eviction_policy="evict_last"
+        )
+    else:
+        channel = tl.arange(0, BLOCK)[None, :]
+        return tl.load(
+            source + first + channel, mask=channel < WIDTH, other=0.0, eviction_policy="evict_last"
+        )
 
 
-@triton.jit(do_not_specialize=["num_rows", "run", "pages_per_slot", "keep_rows"])
+@triton.jit
+def _wide(vector, IN_LOOP: tl.constexpr):
+    """A ``_vector`` in fp32. IN_LOOP: widened for every row anew, as pairs take half the registers."""
+    if vector.dtype == tl.int32:
+        if IN_LOOP:  # else the compiler takes it out of the loop
+            vector = tl.inline_asm_elementwise(
+                "mov.b32 $0, $1;", "=r,r", [vector], dtype=tl.int32, is_pure=False, pack=1
+            )
+        vector = widened(vector)
+    return vector
+
+
+@triton.jit(do_not_specialize=["num_rows", "pages_per_slot", "keep_rows"])
 def _conv_add_kernel(
-    u, x, taps, cache, weight, out, slots, positions, offsets, from_ends, pages, eps,
-    num_rows, run, pages_per_slot, keep_rows,
-    HAS_NORM: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
+    u, x, taps, cache, weight, out, slots, positions, offsets, from_ends, pages, eps, num_rows, pages_per_slot,
+    keep_rows,
+    HAS_NORM: tl.constexpr, PAGE_SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    EARLY: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    channel = tl.arange(0, BLOCK)
-    mask = channel < WIDTH
-    first = tl.program_id(0).to(tl.int64) * run
-    count = tl.minimum(run, num_rows - first)
-    old_3 = tl.zeros((BLOCK,), u.dtype.element_ty)
-    old_2, old_1 = old_3, old_3
-    slot, position, offset, from_end = _row_meta(slots, positions, offsets, from_ends, first, count > 0)
-    for index in tl.range(0, count, num_stages=STAGES):
-        row = first + index
-        b_u = tl.load(u + row * WIDTH + channel, mask=mask, other=0.0)
-        b_x = tl.load(x + row * WIDTH + channel, mask=mask, other=0.0)
-        following = _row_meta(slots, positions, offsets, from_ends, row + 1, index + 1 < count)
-        if slot >= 0:  # loads of a branch are not copied ahead: taps and weight stay in the first-level cache
-            if (index == 0) | (offset == 0):  # otherwise the row before left them
+    """u, cache and, of bf16, taps and weight: int32, two bf16 in each. x, out: bf16."""
+    PAIRS: tl.constexpr = WIDTH // 2
+    channel, pair = tl.arange(0, BLOCK)[None, :], tl.arange(0, BLOCK // 2)[None, :]
+    is_channel, is_pair = channel < WIDTH, pair < PAIRS
+    begin_launch(EARLY)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    tap_0, tap_1 = _vector(taps, 0, WIDTH, BLOCK), _vector(taps, WIDTH, WIDTH, BLOCK)
+    tap_2, tap_3 = _vector(taps, 2 * WIDTH, WIDTH, BLOCK), _vector(taps, 3 * WIDTH, WIDTH, BLOCK)
+    norm = _vector(weight, 0, WIDTH, BLOCK) if HAS_NORM else 0
+    old_1 = tl.zeros((1, BLOCK // 2), tl.int32)
+    old_2, old_3 = old_1, old_1
+    if ROWS > 1:  # of the pass; rows that need others ask for them below
+        old_1 = tl.load(u + tl.maximum(first - 1, 0) * PAIRS + pair, mask=is_pair, other=0)
+        old_2 = tl.load(u + tl.maximum(first - 2, 0) * PAIRS + pair, mask=is_pair, other=0)
+        old_3 = tl.load(u + tl.maximum(first - 3, 0) * PAIRS + pair, mask=is_pair, other=0)
+    for row in tl.range(first, tl.minimum(first + ROWS, num_rows), num_stages=STAGES):
+        b_u = tl.load(u + row * PAIRS + pair, mask=is_pair, other=0)
+        b_x = tl.load(x + row * WIDTH + channel, mask=is_channel, other=0.0)
+        slot, position, offset = tl.load(slots + row), tl.load(positions + row), tl.load(offsets + row)
+        is_kept = tl.load(from_ends + row) <= keep_rows  # a later pass reads it
+        if slot >= 0:  # else padding
+            if (offset < 3) | (ROWS == 1):
                 old_3, old_2, old_1 = _older_inputs(
-                    u, WIDTH, cache, WIDTH, pages, row, slot, position, offset, channel, mask, pages_per_slot,
+                    u, PAIRS, cache, PAIRS, pages, row, slot, position, offset, pair, is_pair, pages_per_slot,
                     PAGE_SIZE,
                 )  # fmt: skip
-            b_y = _tapped(b_u, old_1, old_2, old_3, taps, WIDTH, channel, mask).to(b_x.dtype)
-            b_sum = (b_x.to(tl.float32) + b_y.to(tl.float32)).to(b_x.dtype)
-            tl.store(x + row * WIDTH + channel, b_sum, mask=mask)
+            y = _tapped(
+                widened(b_u), widened(old_1), widened(old_2), widened(old_3), _wide(tap_0, STAGES > 1),
+                _wide(tap_1, STAGES > 1), _wide(tap_2, STAGES > 1), _wide(tap_3, STAGES > 1),
+            )  # fmt: skip
+            b_sum = (b_x.to(tl.float32) + y.to(b_x.dtype).to(tl.float32)).to(b_x.dtype)
+            tl.store(x + row * WIDTH + channel, b_sum, mask=is_channel)
             if HAS_NORM:
-                b_norm = tl.load(weight + channel, mask=mask, other=0.0).to(tl.float32)
-                b_out = normed_row(b_sum.to(tl.float32), b_norm, eps, WIDTH)
-                tl.store(out + row * WIDTH + channel, b_out.to(b_x.dtype), mask=mask)
-            if from_end <= keep_rows:
+                b_out = normed_rows(b_sum.to(tl.float32), _wide(norm, STAGES > 1), eps, WIDTH)
+                tl.store(out + row * WIDTH + channel, b_out.to(b_x.dtype), mask=is_channel)
+            if is_kept:
                 place = page_place(pages, slot, position, pages_per_slot, PAGE_SIZE, True)
-                tl.store(cache + place * WIDTH + channel, b_u, mask=mask)
-            old_3, old_2, old_1 = old_2, old_1, b_u
-        slot, position, offset, from_end = following
+                tl.store(cache + place * PAIRS + pair, b_u, mask=is_pair)
+        old_3, old_2, old_1 = old_2, old_1, b_u
+
+
+def _pairs(x: Tensor | None) -> Tensor | None:
+    """bf16 values seen as int32, two in each; others as they are."""
+    return x.view(torch.int32) if x is not None and x.dtype is torch.bfloat16 else x
 
 
 def short_conv_add_norm(
@@ -178,36 +224,39 @@ def short_conv_add_norm(
         taps.shape,
     )
     assert (weight is None) == (out is None), "weight and out go together"
-    assert u.dtype == x.dtype == cache.dtype and pages.dtype == torch.int32, (
+    assert u.dtype == x.dtype == cache.dtype == torch.bfloat16 and pages.dtype == torch.int32, (
         u.dtype,
         cache.dtype,
         pages.dtype,
     )
     check_rows(width, u, x, taps, cache, weight, out)
-    config = config or conv_config(width)
-    run = triton.cdiv(num_rows, config.programs)  # rows of one program
-    _conv_add_kernel[(triton.cdiv(num_rows, run),)](
-        u, x, taps, cache, weight, out, rows.slot, rows.position, rows.offset, rows.from_end, pages, eps,
-        num_rows, run, pages.shape[1], HISTORY + keep_after,
-        HAS_NORM=weight is not None, PAGE_SIZE=page_size, WIDTH=width, BLOCK=row_block(width),
-        STAGES=config.stages, num_warps=config.num_warps, maxnreg=config.max_registers, enable_fp_fusion=False,
+    config = placed(config or conv_config(width, num_rows), x)
+    _conv_add_kernel[(triton.cdiv(num_rows, config.rows),)](
+        _pairs(u), x, _pairs(taps), _pairs(cache), _pairs(weight), out, rows.slot, rows.position,
+        rows.offset, rows.from_end, pages, eps, num_rows, pages.shape[1], HISTORY + keep_after,
+        HAS_NORM=weight is not None, PAGE_SIZE=page_size, STAGES=config.stages if x.is_cuda else 1,
+        **constants(width, config), **options(config),
     )  # fmt: skip
 
 
-def _serving(width: int, has_norm: bool) -> Serving:
-    pointers = dict.fromkeys(["u", "x", "taps", "cache"], "*bf16")
+def serving(width: int, has_norm: bool, config: ConvConfig) -> Serving:
+    pointers = dict.fromkeys(["u", "taps", "cache"], "*i32") | {"x": "*bf16"}
     rows = dict.fromkeys(["slots", "positions", "offsets", "from_ends", "pages"], "*i32")
-    numbers = dict.fromkeys(["num_rows", "run", "pages_per_slot", "keep_rows"], "i32") | {"eps": "fp32"}
-    normed = {"weight": "*bf16", "out": "*bf16"} if has_norm else {}
-    absent = {} if has_norm else {"weight": None, "out": None}
-    config = conv_config(width)
-    constants = {"HAS_NORM": has_norm, "PAGE_SIZE": 16, "WIDTH": width, "BLOCK": row_block(width)}
-    constants["STAGES"] = config.stages
-    options = {"enable_fp_fusion": False, "maxnreg": config.max_registers}
+    numbers = dict.fromkeys(["num_rows", "pages_per_slot", "keep_rows"], "i32") | {"eps": "fp32"}
+    normed = {"weight": "*i32", "out": "*bf16"} if has_norm else {}
+    values = {} if has_norm else {"weight": None, "out": None}
+    values |= {"HAS_NORM": has_norm, "PAGE_SIZE": 16, "STAGES": config.stages, **constants(width, config)}
+    others = options(config)
+    warps = others.pop("num_warps")
+    name = f"short_conv_add{'_norm' * has_norm} {width}, {config.rows} rows"
     return Serving(
-        f"short_conv_add{'_norm' * has_norm} {width}", _conv_add_kernel, pointers | normed | rows | numbers,
-        absent | constants, num_warps=config.num_warps, options=options,
-    )  # fmt: skip
+        name, _conv_add_kernel, pointers | normed | rows | numbers, values, num_warps=warps, options=others
+    )
 
 
-SERVING = [_serving(width, has_norm) for width in (1024, 2048, 4096, 6144) for has_norm in (True, False)]
+SERVING = [
+    serving(width, has_norm, conv_config(width, num_rows))
+    for width in (1024, 2048, 4096, 6144)
+    for has_norm in (True, False)
+    for num_rows in (1, MANY_ROWS)
+]

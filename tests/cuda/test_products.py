@@ -27,6 +27,7 @@ SERVED = sorted(SEGMENTS)
 # On a GPU, where each launch is compiled: one served shape for every path through the table and the kernels.
 PATHS = [
     (6656, 4096),  # one segment
+    (3328, 2048),  # one segment, row tiles of 32, some launched early
     (4096, 4096),  # two, spread
     (4096, 16384),  # four, tall tiles of 8 warps; spread up to 128 rows
     (258, 4096),  # a ragged last weight tile
@@ -59,7 +60,10 @@ def launches(n: int, k: int) -> list[ProductConfig]:
     found += [ProductConfig(64, 256, min(block_k, 32), 8, 3, False)]
     found += [ProductConfig(128, 256, block_k, 16, 3, False, is_bulk=True)]
     found += [replace(found[i], is_bulk=True) for i in (1, 4, 6, 8)]
-    found += [ProductConfig(128, 32, block_k, 8, 2, True), ProductConfig(128, 64, block_k, 4, 2, False, group=3)]
+    found += [
+        ProductConfig(128, 32, block_k, 8, 2, True),
+        ProductConfig(128, 64, block_k, 4, 2, False, group=3),
+    ]
     return list(dict.fromkeys(found))
 
 
@@ -195,7 +199,9 @@ def test_what_it_does_not_take_is_refused(change, message, device):
         linear(*change(x, w))
 
 
-@pytest.mark.parametrize(("n", "k"), [*SERVED, *SMALL, (12288, 6144), (6144, 24576), (1536, 1024), (512, 256)])
+@pytest.mark.parametrize(
+    ("n", "k"), [*SERVED, *SMALL, (12288, 6144), (6144, 24576), (1536, 1024), (512, 256)]
+)
 def test_segments_and_blocks_of_every_configuration_cut_k_evenly(n, k):
     segments = num_segments(n, k)
     assert 1 <= segments <= k // segment_unit(k)

@@ -82,6 +82,16 @@ def test_many_equal_values_lose_their_highest_ids(device):
         assert_cut_as_reference(equal, filters)
 
 
+def test_values_of_all_magnitudes_are_counted_by_top_k(device):
+    """One, two or three values in each first digit, positive and negative, over two tiles."""
+    logits = torch.full((1, 5000), -1e30, device=device)
+    sizes = 4.0 ** torch.arange(-20, 20, device=device)
+    logits[0, 4050:4130] = torch.cat((sizes, -1.5 * sizes))
+    logits[0, 100:120] = 1.25 * sizes[::2]
+    for top_k in (1, 4, 30, 61, 75, 99):
+        assert_cut_as_reference(logits, (1.0, top_k, 1.0, 0.0))
+
+
 def test_top_p_ends_among_the_equals_that_top_k_left(device):
     logits = torch.full((1, 5000), -40.0, device=device)
     logits[0, 4090:4110] = (

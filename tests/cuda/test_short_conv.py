@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 from torch import Tensor
 
-from kernels.cuda.short_conv import conv_config, short_conv_add_norm
+from kernels.cuda.short_conv import ConvConfig, conv_config, short_conv_add_norm
 from tests.cuda.step_rows import Segment, chunked, make_step
 
 EPS, KEEP_AFTER, PAGE, LENGTH, SLOTS = 1e-6, 2, 8, 64, 4
 SENTINEL = 77.0
+GARBAGE = 2.0**127  # of padding rows: whatever is computed from it overflows
 
 
 def sizes(device: str) -> tuple[tuple[int, int], ...]:
@@ -47,22 +47,20 @@ def step_of(
     *,
     norm: bool = True,
     padded: int = 0,
-    programs: int | None = None,
+    config: ConvConfig | None = None,
 ) -> dict[Segment, tuple[Tensor, Tensor]]:
     """x and its norm by segment; writes ``cache``."""
     u, x, taps, weight = sequences(width, device)
     step = make_step(segments, PAGE, device, SLOTS, LENGTH, padded)
-    padding = torch.full((padded, width), SENTINEL, dtype=torch.bfloat16, device=device)
+    padding = torch.full((padded, width), GARBAGE, dtype=torch.bfloat16, device=device)
     u, x = (
         torch.cat([*(s[slot, first : first + n] for slot, first, n in segments), padding]) for s in (u, x)
     )
     out = torch.full_like(x, float("nan"))
-    config = conv_config(width)
-    config = config if programs is None else replace(config, programs=programs)
     arguments = (weight, EPS, out) if norm else ()
     short_conv_add_norm(u, x, taps, cache, step.rows, step.pages, PAGE, KEEP_AFTER, *arguments, config=config)
     if padded:
-        assert (x[-padded:] == SENTINEL).all() and out[-padded:].isnan().all(), "a padding row wrote"
+        assert (x[-padded:] == GARBAGE).all() and out[-padded:].isnan().all(), "a padding row wrote"
     counts = [n for *_, n in segments] + [padded]
     return dict(zip(segments, zip(x.split(counts), out.split(counts), strict=True), strict=False))
 
@@ -100,8 +98,30 @@ def check_chunks_agree(device: str) -> None:
             assert torch.equal(torch.cat([p[1] for p in parts]), out), borders
 
 
+def several_rows(width: int) -> list[ConvConfig]:
+    """Launches of several rows a program, and several on their way."""
+    warps = conv_config(width, 1).num_warps
+    return [ConvConfig(warps, rows, stages=stages) for rows, stages in ((2, 1), (4, 2), (8, 4))]
+
+
+def check_runs_agree(device: str) -> None:
+    """Long segments: most older inputs are those that a program holds."""
+    segments = [(1, 0, 21), (2, 3, 18), (0, 0, 2), (3, 0, 13)]
+    for width, _ in sizes(device):
+        before = empty_cache(width, device)
+        step_of([(2, 0, 3)], before, width, device)
+        whole = before.clone()
+        wanted = step_of(segments, whole, width, device, padded=1)
+        for config in several_rows(width):
+            cache = before.clone()
+            found = step_of(segments, cache, width, device, padded=1, config=config)
+            assert torch.equal(cache, whole), config
+            for segment, (x, out) in found.items():
+                assert torch.equal(x, wanted[segment][0]) and torch.equal(out, wanted[segment][1]), config
+
+
 def check_batches_agree(device: str) -> None:
-    """A ragged batch, shuffled, padded and spread over other numbers of programs, against each segment alone."""
+    """A ragged batch, shuffled, padded and with other numbers of rows a program, against each segment alone."""
     segments = [(0, 0, 1), (1, 5, 9), (2, 1, 2), (3, 11, 6)]
     for width, _ in sizes(device):
         before = empty_cache(width, device)
@@ -111,11 +131,9 @@ def check_batches_agree(device: str) -> None:
         for segment in segments:
             alone |= step_of([segment], single, width, device)
         for order in ((0, 1, 2, 3), (3, 1, 0, 2)):
-            for programs in (1, 4, None):
+            for config in (None, *several_rows(width)):
                 cache = before.clone()
-                found = step_of(
-                    [segments[i] for i in order], cache, width, device, padded=3, programs=programs
-                )
+                found = step_of([segments[i] for i in order], cache, width, device, padded=3, config=config)
                 assert torch.equal(cache, single)
                 for segment, (x, out) in found.items():
                     assert torch.equal(x, alone[segment][0]) and torch.equal(out, alone[segment][1])
@@ -123,6 +141,10 @@ def check_batches_agree(device: str) -> None:
 
 def test_chunk_borders_change_no_bit(device):
     check_chunks_agree(device)
+
+
+def test_the_rows_of_a_program_change_no_bit(device):
+    check_runs_agree(device)
 
 
 def test_the_batch_changes_no_bit(device):
