@@ -18,6 +18,7 @@ from kernels.cuda.relative_attention_prompt import prompt_attention, prompt_tile
 PAGE = 64  # positions
 SMALL_FULL, SMALL_LOCAL = Heads(32, 8, 128, extent=1024), Heads(32, 8, 128, extent=512, window=512)
 LARGE_FULL, SHARD_FULL = Heads(64, 8, 128, extent=1024), Heads(4, 1, 128, extent=1024)
+MINI_FULL = Heads(16, 4, 128, extent=1024)
 
 
 @dataclass
@@ -173,19 +174,25 @@ def _tried(base: AttentionConfig) -> dict[str, dict]:
     )  # fmt: skip
     configs = {
         "128 / 128": lone,
-        "128 / 128, 8 warps": replace(lone, narrow=Launch(True, 8, 2)),
         "128 / 128, diagonal apart": replace(lone, diagonal_apart=True),
-        "128 / 64": replace(base, segment=128),
         "512 / 64": replace(base, segment=512),
-        "3 stages": replace(base, middle=Launch(True, 4, 3)),
-        "8 warps": replace(base, middle=Launch(True, 8, 2)),
-        "4 warps": replace(base, wide=Launch(False, 4, 3)),
+        "far apart": replace(base, middle=Launch(True, 4, 2, far_apart=True)),
+        "rows on M": replace(base, middle=Launch(False, 4, 2), wide=Launch(False, 4, 2)),
+        "rows on M, far apart": replace(
+            base, middle=Launch(False, 4, 2), wide=Launch(False, 4, 2, far_apart=True)
+        ),
+        "narrow, far apart": replace(base, narrow=Launch(True, 4, 3, far_apart=True)),
         "diagonal apart": replace(base, diagonal_apart=True),
-        "64 columns, 4 warps": replace(base, prompt=Launch(False, 4, 2), prompt_columns=64),
-        "128 columns, 8 warps": replace(base, prompt=Launch(False, 8, 3), prompt_columns=128),
+        "128 columns": replace(base, prompt=Launch(False, 8, 3), prompt_columns=128),
+        "128 columns, 2 stages": replace(
+            base, prompt=Launch(False, 8, 2), prompt_columns=128, diagonal_apart=True
+        ),
+        "64 columns": replace(base, prompt=Launch(False, 4, 2), prompt_columns=64),
+        "64 columns, apart": replace(
+            base, prompt=Launch(False, 4, 2), prompt_columns=64, diagonal_apart=True
+        ),
     }
-    tried = {name: {"config": config} for name, config in configs.items()}
-    return tried | {f"{n} programs": {"programs": n} for n in (528, 2112)}
+    return {name: {"config": config} for name, config in configs.items()}
 
 
 def _cell(
@@ -202,35 +209,28 @@ def _cell(
 
 
 def cells() -> list[Cell]:
-    lone, half, double, apart = "128 / 128", "128 / 64", "512 / 64", "diagonal apart"
+    lone, double, apart = "128 / 128", "512 / 64", "diagonal apart"
+    by_rows = ("far apart", "rows on M", "rows on M, far apart")
     decodes = [
-        _cell(
-            SMALL_FULL,
-            64,
-            8192,
-            1,
-            ">= 75 % of the read ceiling",
-            lone,
-            double,
-            "528 programs",
-            "2112 programs",
-        ),
-        _cell(SMALL_FULL, 1, 8192, 1, "<= 20 us", lone, half, double),
-        _cell(SHARD_FULL, 1, 8192, 1, "<= 10 us", lone, f"{lone}, 8 warps", half),
+        _cell(SMALL_FULL, 64, 8192, 1, ">= 75 % of the read ceiling", double, "narrow, far apart"),
+        _cell(SMALL_FULL, 1, 8192, 1, "<= 20 us", double, "narrow, far apart"),
+        _cell(SHARD_FULL, 1, 8192, 1, "<= 10 us", "narrow, far apart"),
         _cell(SMALL_FULL, 1, 8192, 4, ""),
-        _cell(SMALL_FULL, 16, 8192, 9, "", "4 warps"),
-        _cell(SMALL_FULL, 64, 8192, 5, "", lone, double, "3 stages", "8 warps"),
+        _cell(SMALL_FULL, 16, 8192, 9, "", *by_rows[1:]),
+        _cell(SMALL_FULL, 64, 8192, 5, "", *by_rows),
+        _cell(SMALL_FULL, 64, 8192, 9, "", *by_rows[1:]),
         _cell(LARGE_FULL, 64, 8192, 1, ""),
-        _cell(SMALL_FULL, 1, 131_072, 1, "", "528 programs"),
-        _cell(SMALL_LOCAL, 64, 8192, 1, "", half),
-        _cell(SMALL_LOCAL, 1, 8192, 1, "", half),
+        _cell(SMALL_FULL, 1, 131_072, 1, ""),
+        _cell(SMALL_LOCAL, 64, 8192, 1, ""),
+        _cell(SMALL_LOCAL, 1, 8192, 1, ""),
     ]
-    columns = "64 columns, 4 warps"
+    columns = ("64 columns", "64 columns, apart")
     prompts = [
-        (SMALL_FULL, 2048, ">= 316 TFLOP/s", (apart, columns, lone, f"{lone}, {apart}", half)),
-        (SMALL_FULL, 10_240, "", (lone, f"{lone}, {apart}")),
-        (SMALL_LOCAL, 2048, "", ("128 columns, 8 warps", half)),
-        (LARGE_FULL, 2048, "", (lone,)),
+        (SMALL_FULL, 2048, ">= 316 TFLOP/s", (apart, *columns, "128 columns, 2 stages", f"{lone}, {apart}")),
+        (MINI_FULL, 2048, ">= 316 TFLOP/s", (apart, *columns)),
+        (SMALL_FULL, 10_240, "", (apart, columns[1])),
+        (SMALL_LOCAL, 2048, "", ("128 columns",)),
+        (LARGE_FULL, 2048, "", (apart, columns[1])),
     ]
     return decodes + [
         _cell(heads, 1, keys, 2048, bound, *names, is_prompt=True) for heads, keys, bound, names in prompts

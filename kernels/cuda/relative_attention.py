@@ -23,10 +23,9 @@ from kernels.cuda.bank_order import bank_origin
 from kernels.cuda.compile import Serving
 from kernels.cuda.relative_attention_blocks import (
     attend_block,
-    by_column,
-    by_key,
     column_sums,
     empty_segment,
+    far_end,
     load_bias,
     load_pages,
     load_queries,
@@ -66,8 +65,50 @@ def _store_part(
     part = ((sequence * num_kv + kv_head).to(tl.int64) * max_splits + nth) * columns + begin + column
     tl.store(part_m + part, m, mask=held)
     tl.store(part_l + part, column_sums(sums, KEYS_ON_M), mask=held)
-    mask = by_column(held, KEYS_ON_M) & by_key(dim < d, KEYS_ON_M)
-    tl.store(part_a + by_column(part * d, KEYS_ON_M) + by_key(dim, KEYS_ON_M), values, mask=mask)
+    if KEYS_ON_M:
+        tl.store(part_a + part[None, :] * d + dim[:, None], values, mask=held[None, :] & (dim < d)[:, None])
+    else:  # half by half: less shared memory to bring rows together
+        low, high = tl.split(values.reshape(C, 2, DV // 2).permute(0, 2, 1))
+        dim = tl.arange(0, DV // 2)
+        at = part_a + part[:, None] * d + dim[None, :]
+        tl.store(at, low, mask=held[:, None] & (dim < d)[None, :])
+        tl.store(at + DV // 2, high, mask=held[:, None] & (dim + DV // 2 < d)[None, :])
+
+
+@triton.jit
+def _attend_range(
+    begin, stop, pages, queries, position, has_row, bank_tile, bank_offset, key_cache, value_cache, kv_head, first_key,
+    end, page_row, first_split, part_m, part_l, part_a, segments, max_splits, columns, m, sums, values,
+    num_kv: tl.constexpr, per_kv: tl.constexpr, d: tl.constexpr, C: tl.constexpr, DV: tl.constexpr,
+    EXTENT: tl.constexpr, BANK_WIDTH: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, SEGMENT: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, BIASED: tl.constexpr, KEYS_ON_M: tl.constexpr,
+):  # fmt: skip
+    """Blocks of ``[begin, stop)`` into the segment; each segment that ends there is stored."""
+    FRESH: tl.constexpr = SEGMENT == BLOCK_KEYS
+    bias = None
+    if BIASED:  # read a block ahead, into registers; biases of far keys are not read and count as 0
+        bias = load_bias(begin, position, has_row, bank_tile, bank_offset, EXTENT, BANK_WIDTH, BLOCK_KEYS, KEYS_ON_M)
+    for start in range(begin, stop, BLOCK_KEYS):
+        following = load_pages(page_row, start + BLOCK_KEYS, end, PAGE, BLOCK_KEYS)
+        if BIASED:
+            next_bias = load_bias(
+                start + BLOCK_KEYS, position, has_row, bank_tile, bank_offset, EXTENT, BANK_WIDTH, BLOCK_KEYS, KEYS_ON_M
+            )
+        m, sums, values = attend_block(
+            start, pages, queries, position, bias, key_cache, value_cache, None, None, 0, 0, kv_head, first_key, end,
+            m, sums, values, num_kv, d, DV, WINDOW, PAGE, BLOCK_KEYS, FRESH, BIASED or WINDOW > 0,
+            KEYS_ON_M,
+        )  # fmt: skip
+        pages = following
+        if BIASED:
+            bias = next_bias
+        if (start + BLOCK_KEYS) % SEGMENT == 0:
+            _store_part(
+                part_m, part_l, part_a, segments, start // SEGMENT - first_split, m, sums, values,
+                max_splits, columns, num_kv, per_kv, d, C, DV, KEYS_ON_M,
+            )  # fmt: skip
+            m, sums, values = empty_segment(C, DV, KEYS_ON_M)
+    return pages, m, sums, values
 
 
 @triton.jit(do_not_specialize=["pages_per_slot", "max_splits", "columns"])
@@ -96,6 +137,7 @@ def _segment_kernel(
     C: tl.constexpr,
     DV: tl.constexpr,
     KEYS_ON_M: tl.constexpr,
+    FAR_APART: tl.constexpr,
     EARLY: tl.constexpr,  # the merge is launched while this runs
 ):
     """(m, l, a) of consecutive key segments, the program's share, of one query tile and KV head."""
@@ -103,7 +145,6 @@ def _segment_kernel(
         gdc_launch_dependents()
         gdc_wait()
     per_kv: tl.constexpr = num_heads // num_kv
-    FRESH: tl.constexpr = SEGMENT == BLOCK_KEYS
     sequence, kv_head = tl.program_id(2), tl.program_id(1) % num_kv
     begin_row = tl.program_id(1) // num_kv * (C // per_kv)
     meta = segments + sequence * 4
@@ -134,24 +175,19 @@ def _segment_kernel(
     bank_tile = bank + ((first_row.to(tl.int64) * num_heads + kv_head * per_kv) * BANK_WIDTH - origin)
     bank_offset = (step * num_heads + column % per_kv) * BANK_WIDTH + (origin - bank_origin(position, EXTENT))
     m, sums, values = empty_segment(C, DV, KEYS_ON_M)
-    # one loop: biases of far keys are not read and count as 0; others are read a block ahead, into registers
-    bias = load_bias(begin, position, has_row, bank_tile, bank_offset, EXTENT, BANK_WIDTH, BLOCK_KEYS, KEYS_ON_M)
-    for start in range(begin, stop, BLOCK_KEYS):
-        following = load_pages(page_row, start + BLOCK_KEYS, end, PAGE, BLOCK_KEYS)
-        next_bias = load_bias(
-            start + BLOCK_KEYS, position, has_row, bank_tile, bank_offset, EXTENT, BANK_WIDTH, BLOCK_KEYS, KEYS_ON_M
-        )
-        m, sums, values = attend_block(
-            start, pages, queries, position, bias, key_cache, value_cache, None, None, 0, 0, kv_head, first_key, end,
-            m, sums, values, num_kv, d, DV, WINDOW, PAGE, BLOCK_KEYS, FRESH, True, KEYS_ON_M,
+    near = begin
+    if FAR_APART and (WINDOW == 0 or EXTENT < WINDOW):
+        near = tl.minimum(far_end(first_position, begin, EXTENT, BLOCK_KEYS), stop)
+        pages, m, sums, values = _attend_range(
+            begin, near, pages, queries, position, has_row, bank_tile, bank_offset, key_cache, value_cache, kv_head,
+            first_key, end, page_row, first_split, part_m, part_l, part_a, segments, max_splits, columns, m, sums,
+            values, num_kv, per_kv, d, C, DV, EXTENT, BANK_WIDTH, WINDOW, PAGE, SEGMENT, BLOCK_KEYS, False, KEYS_ON_M,
         )  # fmt: skip
-        pages, bias = following, next_bias
-        if (start + BLOCK_KEYS) % SEGMENT == 0:
-            _store_part(
-                part_m, part_l, part_a, segments, start // SEGMENT - first_split, m, sums, values,
-                max_splits, columns, num_kv, per_kv, d, C, DV, KEYS_ON_M,
-            )  # fmt: skip
-            m, sums, values = empty_segment(C, DV, KEYS_ON_M)
+    _, m, sums, values = _attend_range(
+        near, stop, pages, queries, position, has_row, bank_tile, bank_offset, key_cache, value_cache, kv_head,
+        first_key, end, page_row, first_split, part_m, part_l, part_a, segments, max_splits, columns, m, sums,
+        values, num_kv, per_kv, d, C, DV, EXTENT, BANK_WIDTH, WINDOW, PAGE, SEGMENT, BLOCK_KEYS, True, KEYS_ON_M,
+    )  # fmt: skip
     if stop % SEGMENT != 0:
         _store_part(
             part_m, part_l, part_a, segments, stop // SEGMENT - first_split, m, sums, values,
@@ -279,8 +315,8 @@ def decode_attention(
     _segment_kernel[(programs, heads.num_kv * tiles, sequences)](
         q, bank, key_cache, value_cache, page_table, segments, parts.m, parts.l, parts.a,
         page_table.shape[1], splits, columns, **tile_constants(heads, config, key_cache.shape[2]), C=width,
-        KEYS_ON_M=launch.keys_on_m, EARLY=is_early, num_warps=launch.num_warps, num_stages=launch.num_stages,
-        launch_pdl=is_early, enable_fp_fusion=False,
+        KEYS_ON_M=launch.keys_on_m, FAR_APART=launch.far_apart, EARLY=is_early, num_warps=launch.num_warps,
+        num_stages=launch.num_stages, launch_pdl=is_early, enable_fp_fusion=False,
     )  # fmt: skip
     constants = merge_constants(heads, config, splits)
     _merge_kernel[(heads.num_heads * (heads.head_dim // constants["DIMS"]), max_rows, sequences)](
@@ -316,6 +352,7 @@ def serving(heads: Heads, max_rows: int, config: AttentionConfig | None = None) 
             **tile_constants(heads, config, PAGE_SIZE),
             "C": width,
             "KEYS_ON_M": launch.keys_on_m,
+            "FAR_APART": launch.far_apart,
             "EARLY": True,
         },
         num_warps=launch.num_warps,

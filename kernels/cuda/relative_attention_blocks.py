@@ -106,13 +106,16 @@ def add_block(
     if not FRESH:
         # exactly 1 where the maximum stays; a fused product would leave the rounding error of m * log2(e)
         kept = by_column(tl.exp2((m - base) * LOG2_E), KEYS_ON_M)
-        sums, values = sums * kept, values * kept
+        values = values * kept
+    # the block's sum comes last and is used at once: a product left in flight at a branch would make the assembler
+    # wait for every single matrix instruction
     if KEYS_ON_M:
-        sums = tl.dot(tl.full([64, v.shape[0]], 1.0, tl.float32).to(v.dtype), p, sums)
         values = tl.dot(tl.trans(v), p, values)
+        l = tl.dot(tl.full([64, v.shape[0]], 1.0, tl.float32).to(v.dtype), p)  # noqa: E741
     else:
-        sums = tl.dot(p, tl.full([v.shape[0], 16], 1.0, tl.float32).to(v.dtype), sums)
         values = tl.dot(p, v, values)
+        l = tl.dot(p, tl.full([v.shape[0], 16], 1.0, tl.float32).to(v.dtype))  # noqa: E741
+    sums = l if FRESH else tl.fma(sums, tl.broadcast_to(kept, sums.shape), l)
     return new, sums, values
 
 

@@ -20,6 +20,7 @@ class Launch:
     keys_on_m: bool
     num_warps: int
     num_stages: int
+    far_apart: bool = False  # decodes: keys beyond the bias in a loop of their own, without one
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class AttentionConfig:
 
 
 FULL_CONFIG = AttentionConfig()
-LOCAL_CONFIG = AttentionConfig(prompt=Launch(False, 4, 2), prompt_columns=64)  # keys of the pass cost registers
+LOCAL_CONFIG = AttentionConfig()
 CONFIGS: dict[tuple[int, bool], AttentionConfig] = {  # (head_dim, has a window)
     (d, local): LOCAL_CONFIG if local else FULL_CONFIG for d in (16, 32, 64, 128) for local in (False, True)
 }

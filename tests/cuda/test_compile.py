@@ -27,10 +27,11 @@ def test_serving_configurations_compile_to_wgmma_without_spills(module):
     assert not [fault for result in results for fault in result.faults()]
 
 
-def test_a_spill_too_much_shared_memory_and_another_matrix_instruction_are_faults():
+def test_a_spill_too_much_shared_memory_another_matrix_instruction_and_waits_between_them_are_faults():
     good = {"name": "k", "registers": 100, "spilled": 0, "shared": 1024, "has_wgmma": True, "has_mma_sync": False}
     assert not compiler.Compiled(**good, wants_wgmma=True).faults()
-    for change in ({"spilled": 8}, {"shared": 1 << 20}, {"has_wgmma": False}, {"has_mma_sync": True}):
+    changes = ({"spilled": 8}, {"shared": 1 << 20}, {"has_wgmma": False}, {"has_mma_sync": True}, {"serialized": True})
+    for change in changes:
         assert len(compiler.Compiled(**(good | change), wants_wgmma=True).faults()) == 1
     assert not compiler.Compiled(**(good | {"has_wgmma": False}), wants_wgmma=False).faults()
 
