@@ -57,6 +57,7 @@ class Compiled:
     wants_wgmma: bool
     allowed_stack: int = 0
     serialized: bool = False  # the assembler waits for every single wgmma
+    late_fence: bool = False  # a wgmma may read shared memory before another warp's stores are ordered before it
 
     def faults(self) -> list[str]:
         found = []
@@ -68,6 +69,8 @@ class Compiled:
             found.append(f"{self.name}: a dot is not wgmma; BLOCK_M a multiple of 64, 4 or 8 warps")
         if self.serialized:
             found.append(f"{self.name}: wgmma are serialized; no product may be in flight at a branch or a copy")
+        if self.late_fence:
+            found.append(f"{self.name}: no barrier between a fence of stores and their wgmma; two stages or more")
         return found
 
 
@@ -104,7 +107,27 @@ def inspect(serving: Serving) -> Compiled:
         wants_wgmma=serving.wgmma,
         allowed_stack=serving.stack,
         serialized="wgmma" in ptx and _is_serialized(ptx),
+        late_fence=has_late_fence(ptx),
     )
+
+
+def has_late_fence(ptx: str) -> bool:
+    """Whether some wgmma follows stores to shared memory and their fence, but no barrier after that fence.
+
+    Each warp has to fence its own stores before the barrier that lets other warps' wgmma read them. Triton 3.6 places
+    barriers and fences apart from each other: a barrier for another buffer between the two hides the need of one.
+    """
+    stored = fenced = False
+    for line in ptx.splitlines():
+        if "st.shared" in line or "stmatrix" in line:
+            stored, fenced = True, False
+        elif "fence.proxy.async" in line:
+            fenced = True
+        elif "bar.sync" in line:
+            stored = stored and not fenced
+        elif "wgmma.mma_async" in line and stored and fenced:
+            return True
+    return False
 
 
 def _is_serialized(ptx: str) -> bool:
