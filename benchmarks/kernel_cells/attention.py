@@ -172,6 +172,7 @@ def _tried(base: AttentionConfig) -> dict[str, dict]:
         base, segment=128, block_keys=128, narrow=Launch(True, 4, 2), middle=Launch(True, 8, 2),
         wide=Launch(False, 8, 2), prompt=Launch(False, 8, 2), prompt_columns=128,
     )  # fmt: skip
+    narrow = replace(base, prompt=Launch(False, 4, 2), prompt_columns=64)
     configs = {
         "128 / 128": lone,
         "128 / 128, diagonal apart": replace(lone, diagonal_apart=True),
@@ -184,13 +185,11 @@ def _tried(base: AttentionConfig) -> dict[str, dict]:
         "narrow, far apart": replace(base, narrow=Launch(True, 4, 3, far_apart=True)),
         "diagonal apart": replace(base, diagonal_apart=True),
         "128 columns": replace(base, prompt=Launch(False, 8, 3), prompt_columns=128),
-        "128 columns, 2 stages": replace(
-            base, prompt=Launch(False, 8, 2), prompt_columns=128, diagonal_apart=True
-        ),
-        "64 columns": replace(base, prompt=Launch(False, 4, 2), prompt_columns=64),
-        "64 columns, apart": replace(
-            base, prompt=Launch(False, 4, 2), prompt_columns=64, diagonal_apart=True
-        ),
+        "64 columns": narrow,
+        "64 columns, apart": replace(narrow, diagonal_apart=True),
+        "64 columns, whole blocks": replace(narrow, diagonal_apart=True, tiled=True),
+        "2 stages, whole blocks": replace(base, prompt=Launch(False, 8, 2), diagonal_apart=True, tiled=True),
+        "512 / 64, 64 columns, apart": replace(narrow, segment=512, diagonal_apart=True),
     }
     return {name: {"config": config} for name, config in configs.items()}
 
@@ -224,13 +223,14 @@ def cells() -> list[Cell]:
         _cell(SMALL_LOCAL, 64, 8192, 1, ""),
         _cell(SMALL_LOCAL, 1, 8192, 1, ""),
     ]
-    columns = ("64 columns", "64 columns, apart")
+    columns = ("64 columns", "64 columns, apart", "64 columns, whole blocks")
+    others = ("2 stages, whole blocks", "512 / 64, 64 columns, apart", f"{lone}, {apart}")
     prompts = [
-        (SMALL_FULL, 2048, ">= 316 TFLOP/s", (apart, *columns, "128 columns, 2 stages", f"{lone}, {apart}")),
-        (MINI_FULL, 2048, ">= 316 TFLOP/s", (apart, *columns)),
+        (SMALL_FULL, 2048, ">= 316 TFLOP/s", (apart, *columns, *others)),
+        (MINI_FULL, 2048, ">= 316 TFLOP/s", (apart, columns[1])),
         (SMALL_FULL, 10_240, "", (apart, columns[1])),
-        (SMALL_LOCAL, 2048, "", ("128 columns",)),
-        (LARGE_FULL, 2048, "", (apart, columns[1])),
+        (SMALL_LOCAL, 2048, "", (columns[0],)),
+        (LARGE_FULL, 2048, "", (columns[1],)),
     ]
     return decodes + [
         _cell(heads, 1, keys, 2048, bound, *names, is_prompt=True) for heads, keys, bound, names in prompts

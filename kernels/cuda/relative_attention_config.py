@@ -35,6 +35,12 @@ class AttentionConfig:
     prompt: Launch = Launch(False, 8, 3)
     prompt_columns: int = 128
     diagonal_apart: bool = False  # prompts: a loop of its own, so that no block before it masks its scores
+    tiled: bool = False  # prompts: blocks that every row sees come whole (TMA); needs ``diagonal_apart``, no window
+
+    def is_tiled(self, heads: Heads, page_size: int) -> bool:
+        return (
+            self.tiled and not heads.window and page_size % self.block_keys == 0 and heads.head_dim >= LEAST_M
+        )
 
     def __post_init__(self) -> None:
         if self.segment % self.block_keys or self.block_keys % LEAST_M:

@@ -207,6 +207,18 @@ def test_a_row_is_the_same_by_decode_verification_and_prompt(heads: Heads, devic
         assert same(rows, prompt[first - 119 : first - 119 + count]), (first, count)
 
 
+def test_launches_change_nothing(device: str) -> None:
+    sequences = Sequences.draw(Heads(4, 2, 64, extent=48), [300], device)
+    prompt, decode = [(0, 60, 240)], [(0, 296, 4)]
+    apart = replace(SMALL, diagonal_apart=True)
+    wanted = sequences.attend(prompt, "prompt", SMALL)
+    assert same(sequences.attend(prompt, "prompt", apart), wanted)
+    assert same(sequences.attend(prompt, "prompt", replace(apart, tiled=True)), wanted)
+    for launch in (Launch(True, 4, 2), Launch(True, 4, 2, far_apart=True), Launch(False, 4, 2, far_apart=True)):
+        config = replace(SMALL, narrow=launch, middle=launch, wide=launch)
+        assert same(sequences.attend(decode, "decode", config), wanted[-4:]), launch
+
+
 def test_programs_that_share_segments_change_nothing(device: str) -> None:
     sequences = Sequences.draw(Heads(2, 1, 16, extent=100), [500], device)
     one_each = sequences.attend([(0, 490, 2)], "decode", SMALL)
@@ -262,7 +274,13 @@ def test_no_bit_of_a_row_depends_on_its_path_tile_split_or_neighbours(heads: Hea
         check([(0, p, 1) for p in range(0, 1700, 13)], "decode", config=wide)
         launch = Launch(True, 8, 2)
         check([(0, 1300, 4), (1, 514, 2)], "decode", config=replace(heads.config, narrow=launch, middle=launch))
-        check(whole, "prompt", config=replace(heads.config, diagonal_apart=not heads.config.diagonal_apart))
+        for launch in (Launch(True, 4, 2, far_apart=True), Launch(False, 4, 2), Launch(False, 4, 2, far_apart=True)):
+            config = replace(heads.config, narrow=launch, middle=launch, wide=launch)
+            check([(0, 1300, 4), (1, 514, 2), (0, 700, 9)], "decode", config=config)
+        apart = replace(heads.config, diagonal_apart=True)
+        narrow = replace(apart, prompt=Launch(False, 4, 2), prompt_columns=64)
+        for config in (replace(apart, diagonal_apart=False), apart, narrow, replace(narrow, tiled=True)):
+            check(whole, "prompt", config=config)
 
 
 @pytest.mark.gpu
