@@ -167,29 +167,10 @@ def _build(
 
 
 def _tried(base: AttentionConfig) -> dict[str, dict]:
-    """Other launches, and other definitions of a row ("segment / block": one of them for all shapes)."""
-    lone = replace(
-        base, segment=128, block_keys=128, narrow=Launch(True, 4, 2), middle=Launch(True, 8, 2),
-        wide=Launch(False, 8, 2), prompt=Launch(False, 8, 2), prompt_columns=128,
-    )  # fmt: skip
-    narrow = replace(base, prompt=Launch(False, 4, 2), prompt_columns=64)
+    """Other launches."""
     configs = {
-        "128 / 128": lone,
-        "128 / 128, diagonal apart": replace(lone, diagonal_apart=True),
-        "512 / 64": replace(base, segment=512),
-        "far apart": replace(base, middle=Launch(True, 4, 2, far_apart=True)),
-        "rows on M": replace(base, middle=Launch(False, 4, 2), wide=Launch(False, 4, 2)),
-        "rows on M, far apart": replace(
-            base, middle=Launch(False, 4, 2), wide=Launch(False, 4, 2, far_apart=True)
-        ),
-        "narrow, far apart": replace(base, narrow=Launch(True, 4, 3, far_apart=True)),
-        "diagonal apart": replace(base, diagonal_apart=True),
+        "64 columns": replace(base, prompt=Launch(False, 4, 2), prompt_columns=64),
         "128 columns": replace(base, prompt=Launch(False, 8, 3), prompt_columns=128),
-        "64 columns": narrow,
-        "64 columns, apart": replace(narrow, diagonal_apart=True),
-        "64 columns, whole blocks": replace(narrow, diagonal_apart=True, tiled=True),
-        "2 stages, whole blocks": replace(base, prompt=Launch(False, 8, 2), diagonal_apart=True, tiled=True),
-        "512 / 64, 64 columns, apart": replace(narrow, segment=512, diagonal_apart=True),
     }
     return {name: {"config": config} for name, config in configs.items()}
 
@@ -208,29 +189,27 @@ def _cell(
 
 
 def cells() -> list[Cell]:
-    lone, double, apart = "128 / 128", "512 / 64", "diagonal apart"
-    by_rows = ("far apart", "rows on M", "rows on M, far apart")
     decodes = [
-        _cell(SMALL_FULL, 64, 8192, 1, ">= 75 % of the read ceiling", double, "narrow, far apart"),
-        _cell(SMALL_FULL, 1, 8192, 1, "<= 20 us", double, "narrow, far apart"),
-        _cell(SHARD_FULL, 1, 8192, 1, "<= 10 us", "narrow, far apart"),
+        _cell(SMALL_FULL, 64, 8192, 1, ">= 75 % of the read ceiling"),
+        _cell(SMALL_FULL, 1, 8192, 1, "<= 20 us"),
+        _cell(SHARD_FULL, 1, 8192, 1, "<= 10 us"),
         _cell(SMALL_FULL, 1, 8192, 4, ""),
-        _cell(SMALL_FULL, 16, 8192, 9, "", *by_rows[1:]),
-        _cell(SMALL_FULL, 64, 8192, 5, "", *by_rows),
-        _cell(SMALL_FULL, 64, 8192, 9, "", *by_rows[1:]),
+        _cell(SMALL_FULL, 16, 8192, 9, ""),
+        _cell(SMALL_FULL, 64, 8192, 5, ""),
+        _cell(SMALL_FULL, 64, 8192, 9, ""),
+        _cell(SHARD_FULL, 64, 8192, 5, ""),
         _cell(LARGE_FULL, 64, 8192, 1, ""),
         _cell(SMALL_FULL, 1, 131_072, 1, ""),
         _cell(SMALL_LOCAL, 64, 8192, 1, ""),
+        _cell(SMALL_LOCAL, 64, 8192, 5, ""),
         _cell(SMALL_LOCAL, 1, 8192, 1, ""),
     ]
-    columns = ("64 columns", "64 columns, apart", "64 columns, whole blocks")
-    others = ("2 stages, whole blocks", "512 / 64, 64 columns, apart", f"{lone}, {apart}")
     prompts = [
-        (SMALL_FULL, 2048, ">= 316 TFLOP/s", (apart, *columns, *others)),
-        (MINI_FULL, 2048, ">= 316 TFLOP/s", (apart, columns[1])),
-        (SMALL_FULL, 10_240, "", (apart, columns[1])),
-        (SMALL_LOCAL, 2048, "", (columns[0],)),
-        (LARGE_FULL, 2048, "", (columns[1],)),
+        (SMALL_FULL, 2048, ">= 316 TFLOP/s", ()),
+        (MINI_FULL, 2048, ">= 316 TFLOP/s", ()),
+        (SMALL_FULL, 10_240, "", ()),
+        (SMALL_LOCAL, 2048, "", ("128 columns",)),
+        (LARGE_FULL, 2048, "", ()),
     ]
     return decodes + [
         _cell(heads, 1, keys, 2048, bound, *names, is_prompt=True) for heads, keys, bound, names in prompts

@@ -137,7 +137,6 @@ def _segment_kernel(
     C: tl.constexpr,
     DV: tl.constexpr,
     KEYS_ON_M: tl.constexpr,
-    FAR_APART: tl.constexpr,
     EARLY: tl.constexpr,  # the merge is launched while this runs
 ):
     """(m, l, a) of consecutive key segments, the program's share, of one query tile and KV head."""
@@ -176,7 +175,7 @@ def _segment_kernel(
     bank_offset = (step * num_heads + column % per_kv) * BANK_WIDTH + (origin - bank_origin(position, EXTENT))
     m, sums, values = empty_segment(C, DV, KEYS_ON_M)
     near = begin
-    if FAR_APART and (WINDOW == 0 or EXTENT < WINDOW):
+    if not KEYS_ON_M and (WINDOW == 0 or EXTENT < WINDOW):  # few columns gain nothing by a loop without a bias
         near = tl.minimum(far_end(first_position, begin, EXTENT, BLOCK_KEYS), stop)
         pages, m, sums, values = _attend_range(
             begin, near, pages, queries, position, has_row, bank_tile, bank_offset, key_cache, value_cache, kv_head,
@@ -278,10 +277,8 @@ class SegmentParts:
 
 def decode_launch(heads: Heads, max_rows: int, config: AttentionConfig) -> tuple[int, Launch]:
     """Columns of a tile (of several, where ``max_rows`` do not fit), and its launch."""
-    columns = min(max(16, triton.next_power_of_2(max_rows * heads.per_kv)), LEAST_M)
-    launch = config.narrow if columns <= 16 else config.middle
-    if columns <= 32 and launch.keys_on_m:
-        return columns, launch
+    if max_rows * heads.per_kv <= 16 and config.narrow.keys_on_m:
+        return 16, config.narrow
     return LEAST_M, config.wide
 
 
@@ -315,8 +312,8 @@ def decode_attention(
     _segment_kernel[(programs, heads.num_kv * tiles, sequences)](
         q, bank, key_cache, value_cache, page_table, segments, parts.m, parts.l, parts.a,
         page_table.shape[1], splits, columns, **tile_constants(heads, config, key_cache.shape[2]), C=width,
-        KEYS_ON_M=launch.keys_on_m, FAR_APART=launch.far_apart, EARLY=is_early, num_warps=launch.num_warps,
-        num_stages=launch.num_stages, launch_pdl=is_early, enable_fp_fusion=False,
+        KEYS_ON_M=launch.keys_on_m, EARLY=is_early, num_warps=launch.num_warps, num_stages=launch.num_stages,
+        launch_pdl=is_early, enable_fp_fusion=False,
     )  # fmt: skip
     constants = merge_constants(heads, config, splits)
     _merge_kernel[(heads.num_heads * (heads.head_dim // constants["DIMS"]), max_rows, sequences)](
@@ -352,7 +349,6 @@ def serving(heads: Heads, max_rows: int, config: AttentionConfig | None = None) 
             **tile_constants(heads, config, PAGE_SIZE),
             "C": width,
             "KEYS_ON_M": launch.keys_on_m,
-            "FAR_APART": launch.far_apart,
             "EARLY": True,
         },
         num_warps=launch.num_warps,

@@ -183,32 +183,27 @@ def attend_block(
     FRESH: tl.constexpr,
     MASKED: tl.constexpr,
     KEYS_ON_M: tl.constexpr,
-    TILED: tl.constexpr = False,  # the caches are tensor descriptors of whole blocks, every key of which is there
 ):
     """Adds the keys ``[start, start + BLOCK_KEYS)`` to a segment's (m, l, a)."""
-    if TILED:
-        row = (pages * num_kv + kv_head) * PAGE + start % PAGE
-        k, v = key_cache.load([row, 0]), value_cache.load([row, 0])
+    n = tl.arange(0, BLOCK_KEYS)
+    key = start + n
+    if PAGE % BLOCK_KEYS == 0:
+        first = ((pages.to(tl.int64) * num_kv + kv_head) * PAGE + start % PAGE) * d
+        k_at, v_at = (key_cache + first) + n * d, (value_cache + first) + n * d
     else:
-        n = tl.arange(0, BLOCK_KEYS)
-        key = start + n
-        if PAGE % BLOCK_KEYS == 0:
-            first = ((pages.to(tl.int64) * num_kv + kv_head) * PAGE + start % PAGE) * d
-            k_at, v_at = (key_cache + first) + n * d, (value_cache + first) + n * d
-        else:
-            at = ((pages.to(tl.int64) * num_kv + kv_head) * PAGE + key % PAGE) * d
-            k_at, v_at = key_cache + at, value_cache + at
-        if new_keys is not None:
-            new = ((pass_row + key - pass_start).to(tl.int64) * num_kv + kv_head) * d
-            k_at = tl.where(key >= pass_start, new_keys + new, k_at)
-            v_at = tl.where(key >= pass_start, new_values + new, v_at)
-        dim, value_dim = tl.arange(0, d)[None, :], tl.arange(0, DV)[None, :]
-        if MASKED or d != DV:
-            held = ((key >= first_key) & (key < end))[:, None]
-            k = tl.load(k_at[:, None] + dim, mask=held, other=0.0)
-            v = tl.load(v_at[:, None] + value_dim, mask=held if d == DV else held & (value_dim < d), other=0.0)
-        else:
-            k, v = tl.load(k_at[:, None] + dim), tl.load(v_at[:, None] + value_dim)
+        at = ((pages.to(tl.int64) * num_kv + kv_head) * PAGE + key % PAGE) * d
+        k_at, v_at = key_cache + at, value_cache + at
+    if new_keys is not None:
+        new = ((pass_row + key - pass_start).to(tl.int64) * num_kv + kv_head) * d
+        k_at = tl.where(key >= pass_start, new_keys + new, k_at)
+        v_at = tl.where(key >= pass_start, new_values + new, v_at)
+    dim, value_dim = tl.arange(0, d)[None, :], tl.arange(0, DV)[None, :]
+    if MASKED or d != DV:
+        held = ((key >= first_key) & (key < end))[:, None]
+        k = tl.load(k_at[:, None] + dim, mask=held, other=0.0)
+        v = tl.load(v_at[:, None] + value_dim, mask=held if d == DV else held & (value_dim < d), other=0.0)
+    else:
+        k, v = tl.load(k_at[:, None] + dim), tl.load(v_at[:, None] + value_dim)
     x = block_scores(q, k, start, position, bias, d, WINDOW, MASKED, KEYS_ON_M)
     return add_block(x, v, m, sums, values, 1.0 / d if bias is None else 1.0, FRESH, KEYS_ON_M)
 

@@ -10,7 +10,6 @@ import numpy as np
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.cuda.bank_order import bank_origin
 from kernels.cuda.compile import Serving
@@ -76,7 +75,7 @@ def _attend_range(
     new_values, pass_start, pass_row, kv_head, first_key, end, page_row, m, sums, values, total_m, total_l, total,
     num_kv: tl.constexpr, d: tl.constexpr, C: tl.constexpr, DV: tl.constexpr, EXTENT: tl.constexpr,
     BANK_WIDTH: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, SEGMENT: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    BIASED: tl.constexpr, MASKED: tl.constexpr, KEYS_ON_M: tl.constexpr, TILED: tl.constexpr,
+    BIASED: tl.constexpr, MASKED: tl.constexpr, KEYS_ON_M: tl.constexpr,
 ):  # fmt: skip
     """Blocks of ``[begin, stop)`` into the segment, and each segment that ends there into the total."""
     FRESH: tl.constexpr = SEGMENT == BLOCK_KEYS
@@ -92,7 +91,7 @@ def _attend_range(
         m, sums, values = attend_block(
             start, pages, queries, position, bias, key_cache, value_cache, new_keys, new_values, pass_start, pass_row,
             kv_head, first_key, end, m, sums, values, num_kv, d, DV, WINDOW, PAGE, BLOCK_KEYS, FRESH, MASKED,
-            KEYS_ON_M, TILED,
+            KEYS_ON_M,
         )  # fmt: skip
         pages = following
         if FRESH:
@@ -109,8 +108,6 @@ def _prompt_kernel(
     bank,  # [T, n_q, bank_width(EXTENT)] bf16
     key_cache,  # [pages, n_kv, page_size, d] bf16
     value_cache,
-    key_blocks,  # tensor descriptors of the same, with TILED
-    value_blocks,
     new_keys,  # [T, n_kv, d] bf16 of this pass, or None
     new_values,
     page_table,  # int32 [slots, pages_per_slot]
@@ -130,8 +127,6 @@ def _prompt_kernel(
     C: tl.constexpr,
     DV: tl.constexpr,
     KEYS_ON_M: tl.constexpr,
-    DIAGONAL_APART: tl.constexpr,
-    TILED: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
     sequence = tl.load(tiles + tl.program_id(1) * 2)
@@ -166,27 +161,16 @@ def _prompt_kernel(
     if WINDOW == 0 or EXTENT < WINDOW:
         near = tl.minimum(far_end(first_position, begin, EXTENT, BLOCK_KEYS), stop)
         pages, m, sums, values, total_m, total_l, total = _attend_range(
-            begin, near, pages, queries, position, has_row, bank_tile, bank_offset, key_blocks if TILED else key_cache,
-            value_blocks if TILED else value_cache, new_keys,
+            begin, near, pages, queries, position, has_row, bank_tile, bank_offset, key_cache, value_cache, new_keys,
             new_values, pass_start, pass_row, kv_head, first_key, end, page_row, m, sums, values, total_m, total_l,
             total, num_kv, d, C, DV, EXTENT, BANK_WIDTH, WINDOW, PAGE, SEGMENT, BLOCK_KEYS,
-            False, WINDOW > 0, KEYS_ON_M, TILED,
+            False, WINDOW > 0, KEYS_ON_M,
         )  # fmt: skip
         begin = near
-    if DIAGONAL_APART and WINDOW == 0:
-        seen = tl.maximum((first_position + 1) // BLOCK_KEYS * BLOCK_KEYS, begin)  # by every row, as far as here
-        pages, m, sums, values, total_m, total_l, total = _attend_range(
-            begin, seen, pages, queries, position, has_row, bank_tile, bank_offset, key_blocks if TILED else key_cache,
-            value_blocks if TILED else value_cache, new_keys,
-            new_values, pass_start, pass_row, kv_head, first_key, end, page_row, m, sums, values, total_m, total_l,
-            total, num_kv, d, C, DV, EXTENT, BANK_WIDTH, WINDOW, PAGE, SEGMENT, BLOCK_KEYS, True, False,
-            KEYS_ON_M, TILED,
-        )  # fmt: skip
-        begin = seen
     pages, m, sums, values, total_m, total_l, total = _attend_range(
         begin, stop, pages, queries, position, has_row, bank_tile, bank_offset, key_cache, value_cache, new_keys,
         new_values, pass_start, pass_row, kv_head, first_key, end, page_row, m, sums, values, total_m, total_l,
-        total, num_kv, d, C, DV, EXTENT, BANK_WIDTH, WINDOW, PAGE, SEGMENT, BLOCK_KEYS, True, True, KEYS_ON_M, False,
+        total, num_kv, d, C, DV, EXTENT, BANK_WIDTH, WINDOW, PAGE, SEGMENT, BLOCK_KEYS, True, True, KEYS_ON_M,
     )  # fmt: skip
     if SEGMENT != BLOCK_KEYS:
         total_m, total_l, total = _merge_into(total_m, total_l, total, m, sums, values, KEYS_ON_M)
@@ -230,17 +214,10 @@ def prompt_attention(
     new_keys, new_values = new or (None, None)
     for x in new or ():
         assert x.is_contiguous() and x.shape[1:] == (heads.num_kv, heads.head_dim), x.shape
-    is_tiled = config.is_tiled(heads, key_cache.shape[2])
-    blocks = [None, None]
-    if is_tiled:
-        whole = [config.block_keys, heads.head_dim]
-        blocks = [TensorDescriptor.from_tensor(x.view(-1, heads.head_dim), whole) for x in (key_cache, value_cache)]
     _prompt_kernel[(heads.num_kv, len(tiles))](
-        q, bank, key_cache, value_cache, *blocks, new_keys, new_values, page_table, segments, tiles, out,
-        page_table.shape[1],
+        q, bank, key_cache, value_cache, new_keys, new_values, page_table, segments, tiles, out, page_table.shape[1],
         **tile_constants(heads, config, key_cache.shape[2]), C=columns, KEYS_ON_M=launch.keys_on_m,
-        DIAGONAL_APART=config.diagonal_apart, TILED=is_tiled, num_warps=launch.num_warps, num_stages=launch.num_stages,
-        enable_fp_fusion=False,
+        num_warps=launch.num_warps, num_stages=launch.num_stages, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -249,11 +226,7 @@ def serving(heads: Heads, config: AttentionConfig | None = None, columns: int | 
     config, is_local = config or heads.config, heads.window > 0
     new = {"new_keys": "*bf16", "new_values": "*bf16"} if is_local else {}
     constants = tile_constants(heads, config, PAGE_SIZE) | {"C": columns or config.prompt_columns}
-    constants |= {"KEYS_ON_M": config.prompt.keys_on_m, "DIAGONAL_APART": config.diagonal_apart}
-    is_tiled = config.is_tiled(heads, PAGE_SIZE)
-    constants |= {"TILED": is_tiled} | ({} if is_tiled else {"key_blocks": None, "value_blocks": None})
-    block = f"tensordesc<bf16[{config.block_keys}, {heads.head_dim}]>"
-    new |= {"key_blocks": block, "value_blocks": block} if is_tiled else {}
+    constants |= {"KEYS_ON_M": config.prompt.keys_on_m}
     if not is_local:
         constants |= {"new_keys": None, "new_values": None}
     return Serving(
