@@ -22,16 +22,20 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.cuda.bank_order import bank_origin
 from kernels.cuda.compile import Serving
 from kernels.cuda.relative_attention_blocks import (
-    attend_block,
+    add_values,
+    add_weights,
+    block_scores,
     column_sums,
     empty_segment,
     far_end,
     load_bias,
+    load_block,
     load_pages,
     load_queries,
     merge_scales,
     merged,
     reciprocal,
+    weigh,
 )
 from kernels.cuda.relative_attention_config import (
     LEAST_M,
@@ -84,7 +88,7 @@ def _attend_range(
     BLOCK_KEYS: tl.constexpr, BIASED: tl.constexpr, KEYS_ON_M: tl.constexpr,
 ):  # fmt: skip
     """Blocks of ``[begin, stop)`` into the segment; each segment that ends there is stored."""
-    FRESH: tl.constexpr = SEGMENT == BLOCK_KEYS
+    MASKED: tl.constexpr = BIASED or WINDOW > 0
     bias = None
     if BIASED:  # read a block ahead, into registers; biases of far keys are not read and count as 0
         bias = load_bias(begin, position, has_row, bank_tile, bank_offset, EXTENT, BANK_WIDTH, BLOCK_KEYS, KEYS_ON_M)
@@ -94,11 +98,16 @@ def _attend_range(
             next_bias = load_bias(
                 start + BLOCK_KEYS, position, has_row, bank_tile, bank_offset, EXTENT, BANK_WIDTH, BLOCK_KEYS, KEYS_ON_M
             )
-        m, sums, values = attend_block(
-            start, pages, queries, position, bias, key_cache, value_cache, None, None, 0, 0, kv_head, first_key, end,
-            m, sums, values, num_kv, d, DV, WINDOW, PAGE, BLOCK_KEYS, FRESH, BIASED or WINDOW > 0,
-            KEYS_ON_M,
-        )  # fmt: skip
+        k = load_block(
+            key_cache, None, start, pages, 0, 0, kv_head, first_key, end, num_kv, d, d, PAGE, BLOCK_KEYS, MASKED
+        )
+        v = load_block(
+            value_cache, None, start, pages, 0, 0, kv_head, first_key, end, num_kv, d, DV, PAGE, BLOCK_KEYS, MASKED
+        )
+        x = block_scores(queries, k, start, position, bias, d, WINDOW, MASKED, KEYS_ON_M)
+        m, p, kept = weigh(x, m, 1.0 if BIASED else 1.0 / d, KEYS_ON_M, v.dtype)
+        values = add_values(p, v, kept, values, KEYS_ON_M)
+        sums = add_weights(p, kept, sums, KEYS_ON_M)
         pages = following
         if BIASED:
             bias = next_bias
