@@ -120,19 +120,19 @@ def _attend_range(
             BLOCK_KEYS, MASKED,
         )  # fmt: skip
         # as an integer across iterations: else weights would go to the product through shared memory
-        values = add_values(p.to(v.dtype, bitcast=True), v, kept, values, KEYS_ON_M)
+        weights = p.to(v.dtype, bitcast=True)
+        values = add_values(weights, v, kept, values, KEYS_ON_M)
         ends = next % SEGMENT == 0
-        ended_m = m
-        m, p, kept = weigh(
+        next_m, next_p, next_kept = weigh(
             x, tl.where(ends, float("-inf"), m), 1.0 if BIASED else 1.0 / d, KEYS_ON_M, v.dtype
         )  # fmt: skip
-        ended_sums = sums
-        sums = add_weights(p, kept, sums, KEYS_ON_M)
-        p = p.to(tl.int16, bitcast=True)
-        pages, next_pages = following, next_following
+        # not before the next weights: these stay in registers of their own while the products read them
+        sums = add_weights(weights, kept, sums, KEYS_ON_M)
         if ends:
-            total_m, total_l, total = _merge_into(total_m, total_l, total, ended_m, ended_sums, values, KEYS_ON_M)
+            total_m, total_l, total = _merge_into(total_m, total_l, total, m, sums, values, KEYS_ON_M)
             values = tl.zeros_like(values)
+        m, p, kept = next_m, next_p.to(tl.int16, bitcast=True), next_kept
+        pages, next_pages = following, next_following
     return pages, next_pages, m, p, kept, sums, values, total_m, total_l, total
 
 
