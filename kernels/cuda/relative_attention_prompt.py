@@ -97,14 +97,15 @@ def _attend_range(
     new_keys, new_values, pass_start, pass_row, kv_head, first_key, end, page_row, m, p, kept, sums, values,
     total_m, total_l, total, num_kv: tl.constexpr, d: tl.constexpr, DV: tl.constexpr, EXTENT: tl.constexpr,
     BANK_WIDTH: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, SEGMENT: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    BIASED: tl.constexpr, MASKED: tl.constexpr, KEYS_ON_M: tl.constexpr,
+    BIASED: tl.constexpr, MASKED: tl.constexpr, KEYS_ON_M: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Values of the blocks of ``[begin, stop)``, each while the scores of the next one become weights.
 
     The weights of ``begin`` come in (0 before the first block), those of ``stop`` go out (0 past the last).
-    A segment that ends is added to the total.
+    A segment that ends is added to the total. ``STAGES`` said here, biases come ahead of time too, though no product
+    of their iteration needs them.
     """
-    for start in range(begin, stop, BLOCK_KEYS):
+    for start in tl.range(begin, stop, BLOCK_KEYS, num_stages=STAGES):
         next = start + BLOCK_KEYS
         # both anew: the pipeline takes no value that is handed on from iteration to iteration
         following = load_pages(page_row, next, end, PAGE, BLOCK_KEYS)
@@ -161,6 +162,7 @@ def _prompt_kernel(
     C: tl.constexpr,
     DV: tl.constexpr,
     KEYS_ON_M: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
     sequence = tl.load(tiles + tl.program_id(1) * 2)
@@ -202,14 +204,14 @@ def _prompt_kernel(
             begin, near, pages, next_pages, queries, position, has_row, bank_tile, bank_offset, key_cache, value_cache,
             new_keys, new_values, pass_start, pass_row, kv_head, first_key, end, page_row, m, p, kept, sums, values,
             total_m, total_l, total, num_kv, d, DV, EXTENT, BANK_WIDTH, WINDOW, PAGE, SEGMENT, BLOCK_KEYS,
-            False, WINDOW > 0, KEYS_ON_M,
+            False, WINDOW > 0, KEYS_ON_M, STAGES,
         )  # fmt: skip
         begin = near
     pages, next_pages, m, p, kept, sums, values, total_m, total_l, total = _attend_range(
         begin, stop, pages, next_pages, queries, position, has_row, bank_tile, bank_offset, key_cache, value_cache,
         new_keys, new_values, pass_start, pass_row, kv_head, first_key, end, page_row, m, p, kept, sums, values,
         total_m, total_l, total, num_kv, d, DV, EXTENT, BANK_WIDTH, WINDOW, PAGE, SEGMENT, BLOCK_KEYS, True, True,
-        KEYS_ON_M,
+        KEYS_ON_M, STAGES,
     )  # fmt: skip
     total_m, total_l, total = _merge_into(total_m, total_l, total, m, sums, values, KEYS_ON_M)
 
@@ -255,7 +257,7 @@ def prompt_attention(
     _prompt_kernel[(heads.num_kv, len(tiles))](
         q, bank, key_cache, value_cache, new_keys, new_values, page_table, segments, tiles, out, page_table.shape[1],
         **tile_constants(heads, config, key_cache.shape[2]), C=columns, KEYS_ON_M=launch.keys_on_m,
-        num_warps=launch.num_warps, num_stages=launch.num_stages, enable_fp_fusion=False,
+        STAGES=launch.num_stages, num_warps=launch.num_warps, num_stages=launch.num_stages, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -264,7 +266,7 @@ def serving(heads: Heads, config: AttentionConfig | None = None, columns: int | 
     config, is_local = config or heads.config, heads.window > 0
     new = {"new_keys": "*bf16", "new_values": "*bf16"} if is_local else {}
     constants = tile_constants(heads, config, PAGE_SIZE) | {"C": columns or config.prompt_columns}
-    constants |= {"KEYS_ON_M": config.prompt.keys_on_m}
+    constants |= {"KEYS_ON_M": config.prompt.keys_on_m, "STAGES": config.prompt.num_stages}
     if not is_local:
         constants |= {"new_keys": None, "new_values": None}
     return Serving(
