@@ -170,7 +170,7 @@ def _tried(base: AttentionConfig) -> dict[str, dict]:
     """Other launches."""
     configs = {
         "64 columns": replace(base, prompt=Launch(False, 4, 2), prompt_columns=64),
-        "128 columns": replace(base, prompt=Launch(False, 8, 3), prompt_columns=128),
+        "2 stages": replace(base, prompt=Launch(False, 8, 2)),
     }
     return {name: {"config": config} for name, config in configs.items()}
 
@@ -205,10 +205,10 @@ def cells() -> list[Cell]:
         _cell(SMALL_LOCAL, 1, 8192, 1, ""),
     ]
     prompts = [
-        (SMALL_FULL, 2048, ">= 316 TFLOP/s", ()),
-        (MINI_FULL, 2048, ">= 316 TFLOP/s", ()),
-        (SMALL_FULL, 10_240, "", ()),
-        (SMALL_LOCAL, 2048, "", ("128 columns",)),
+        (SMALL_FULL, 2048, ">= 316 TFLOP/s", ("64 columns", "2 stages")),
+        (MINI_FULL, 2048, ">= 316 TFLOP/s", ("2 stages",)),
+        (SMALL_FULL, 10_240, "", ("2 stages",)),
+        (SMALL_LOCAL, 2048, "", ("64 columns", "2 stages")),
         (LARGE_FULL, 2048, "", ()),
     ]
     return decodes + [

@@ -363,6 +363,7 @@ def serving(heads: Heads, max_rows: int, config: AttentionConfig | None = None) 
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         wgmma=True,
+        stack=32,  # a few biases of a block
         options={"enable_fp_fusion": False, "launch_pdl": True},
     )
 

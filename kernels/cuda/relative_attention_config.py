@@ -45,7 +45,7 @@ class AttentionConfig:
 
 
 FULL_CONFIG = AttentionConfig()
-LOCAL_CONFIG = AttentionConfig(prompt=Launch(False, 4, 2), prompt_columns=64)
+LOCAL_CONFIG = AttentionConfig()
 CONFIGS: dict[tuple[int, bool], AttentionConfig] = {  # (head_dim, has a window)
     (d, local): LOCAL_CONFIG if local else FULL_CONFIG for d in (16, 32, 64, 128) for local in (False, True)
 }

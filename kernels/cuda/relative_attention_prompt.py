@@ -97,15 +97,14 @@ def _attend_range(
     new_keys, new_values, pass_start, pass_row, kv_head, first_key, end, page_row, m, p, kept, sums, values,
     total_m, total_l, total, num_kv: tl.constexpr, d: tl.constexpr, DV: tl.constexpr, EXTENT: tl.constexpr,
     BANK_WIDTH: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, SEGMENT: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    BIASED: tl.constexpr, MASKED: tl.constexpr, KEYS_ON_M: tl.constexpr, STAGES: tl.constexpr,
+    BIASED: tl.constexpr, MASKED: tl.constexpr, KEYS_ON_M: tl.constexpr, ON_GPU: tl.constexpr,
 ):  # fmt: skip
     """Values of the blocks of ``[begin, stop)``, each while the scores of the next one become weights.
 
     The weights of ``begin`` come in (0 before the first block), those of ``stop`` go out (0 past the last).
-    A segment that ends is added to the total. ``STAGES`` said here, biases come ahead of time too, though no product
-    of their iteration needs them.
+    A segment that ends is added to the total.
     """
-    for start in tl.range(begin, stop, BLOCK_KEYS, num_stages=STAGES):
+    for start in range(begin, stop, BLOCK_KEYS):
         next = start + BLOCK_KEYS
         # both anew: the pipeline takes no value that is handed on from iteration to iteration
         following = load_pages(page_row, next, end, PAGE, BLOCK_KEYS)
@@ -115,25 +114,28 @@ def _attend_range(
             pass_row, kv_head, first_key, end, num_kv, d, EXTENT, BANK_WIDTH, WINDOW, PAGE, BLOCK_KEYS, BIASED,
             MASKED, KEYS_ON_M,
         )  # fmt: skip
-        valued = tl.maximum(start, first_key // BLOCK_KEYS * BLOCK_KEYS)
+        valued = tl.maximum(start, first_key // BLOCK_KEYS * BLOCK_KEYS)  # some block, where there are no weights yet
         v = load_block(
             value_cache, new_values, valued, pages, pass_start, pass_row, kv_head, first_key, end, num_kv, d, DV, PAGE,
             BLOCK_KEYS, MASKED,
         )  # fmt: skip
-        # as an integer across iterations: else weights would go to the product through shared memory
-        weights = p.to(v.dtype, bitcast=True)
-        values = add_values(weights, v, kept, values, KEYS_ON_M)
+        # as integers from iteration to iteration: else weights would go to the product through shared memory
+        weights = p
+        values = add_values(weights.to(v.dtype, bitcast=True), v, kept, values, KEYS_ON_M)
         ends = next % SEGMENT == 0
-        next_m, next_p, next_kept = weigh(
+        ended_m = m
+        m, p, kept = weigh(
             x, tl.where(ends, float("-inf"), m), 1.0 if BIASED else 1.0 / d, KEYS_ON_M, v.dtype
         )  # fmt: skip
-        # not before the next weights: these stay in registers of their own while the products read them
-        sums = add_weights(weights, kept, sums, KEYS_ON_M)
-        if ends:
-            total_m, total_l, total = _merge_into(total_m, total_l, total, m, sums, values, KEYS_ON_M)
-            values = tl.zeros_like(values)
-        m, p, kept = next_m, next_p.to(tl.int16, bitcast=True), next_kept
+        ended_sums = sums
+        sums = add_weights(p, kept, sums, KEYS_ON_M)
+        if ON_GPU:  # no instruction; the next weights get registers of their own while the product still reads these
+            tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [weights], dtype=tl.int16, is_pure=False, pack=2)
+        p = p.to(tl.int16, bitcast=True)
         pages, next_pages = following, next_following
+        if ends:
+            total_m, total_l, total = _merge_into(total_m, total_l, total, ended_m, ended_sums, values, KEYS_ON_M)
+            values = tl.zeros_like(values)
     return pages, next_pages, m, p, kept, sums, values, total_m, total_l, total
 
 
@@ -162,7 +164,7 @@ def _prompt_kernel(
     C: tl.constexpr,
     DV: tl.constexpr,
     KEYS_ON_M: tl.constexpr,
-    STAGES: tl.constexpr,
+    ON_GPU: tl.constexpr,  # the interpreter has no registers
 ):
     kv_head = tl.program_id(0)
     sequence = tl.load(tiles + tl.program_id(1) * 2)
@@ -204,14 +206,14 @@ def _prompt_kernel(
             begin, near, pages, next_pages, queries, position, has_row, bank_tile, bank_offset, key_cache, value_cache,
             new_keys, new_values, pass_start, pass_row, kv_head, first_key, end, page_row, m, p, kept, sums, values,
             total_m, total_l, total, num_kv, d, DV, EXTENT, BANK_WIDTH, WINDOW, PAGE, SEGMENT, BLOCK_KEYS,
-            False, WINDOW > 0, KEYS_ON_M, STAGES,
+            False, WINDOW > 0, KEYS_ON_M, ON_GPU,
         )  # fmt: skip
         begin = near
     pages, next_pages, m, p, kept, sums, values, total_m, total_l, total = _attend_range(
         begin, stop, pages, next_pages, queries, position, has_row, bank_tile, bank_offset, key_cache, value_cache,
         new_keys, new_values, pass_start, pass_row, kv_head, first_key, end, page_row, m, p, kept, sums, values,
         total_m, total_l, total, num_kv, d, DV, EXTENT, BANK_WIDTH, WINDOW, PAGE, SEGMENT, BLOCK_KEYS, True, True,
-        KEYS_ON_M, STAGES,
+        KEYS_ON_M, ON_GPU,
     )  # fmt: skip
     total_m, total_l, total = _merge_into(total_m, total_l, total, m, sums, values, KEYS_ON_M)
 
@@ -256,8 +258,8 @@ def prompt_attention(
         assert x.is_contiguous() and x.shape[1:] == (heads.num_kv, heads.head_dim), x.shape
     _prompt_kernel[(heads.num_kv, len(tiles))](
         q, bank, key_cache, value_cache, new_keys, new_values, page_table, segments, tiles, out, page_table.shape[1],
-        **tile_constants(heads, config, key_cache.shape[2]), C=columns, KEYS_ON_M=launch.keys_on_m,
-        STAGES=launch.num_stages, num_warps=launch.num_warps, num_stages=launch.num_stages, enable_fp_fusion=False,
+        **tile_constants(heads, config, key_cache.shape[2]), C=columns, KEYS_ON_M=launch.keys_on_m, ON_GPU=q.is_cuda,
+        num_warps=launch.num_warps, num_stages=launch.num_stages, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -266,7 +268,7 @@ def serving(heads: Heads, config: AttentionConfig | None = None, columns: int | 
     config, is_local = config or heads.config, heads.window > 0
     new = {"new_keys": "*bf16", "new_values": "*bf16"} if is_local else {}
     constants = tile_constants(heads, config, PAGE_SIZE) | {"C": columns or config.prompt_columns}
-    constants |= {"KEYS_ON_M": config.prompt.keys_on_m, "STAGES": config.prompt.num_stages}
+    constants |= {"KEYS_ON_M": config.prompt.keys_on_m, "ON_GPU": True}
     if not is_local:
         constants |= {"new_keys": None, "new_values": None}
     return Serving(
