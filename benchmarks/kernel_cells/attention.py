@@ -18,6 +18,7 @@ from kernels.cuda.relative_attention_prompt import prompt_attention, prompt_tile
 PAGE = 64  # positions
 SMALL_FULL, SMALL_LOCAL = Heads(32, 8, 128, extent=1024), Heads(32, 8, 128, extent=512, window=512)
 LARGE_FULL, SHARD_FULL = Heads(64, 8, 128, extent=1024), Heads(4, 1, 128, extent=1024)
+MINI_FULL = Heads(16, 4, 128, extent=1024)
 
 
 @dataclass
@@ -174,26 +175,12 @@ def _build(
 
 
 def _tried(base: AttentionConfig) -> dict[str, dict]:
-    """Other launches, and other definitions of a row ("segment / block": one of them for all shapes)."""
-    lone = replace(
-        base, segment=128, block_keys=128, narrow=Launch(True, 4, 2), middle=Launch(True, 8, 2),
-        wide=Launch(False, 8, 2), prompt=Launch(False, 8, 2), prompt_columns=128,
-    )  # fmt: skip
+    """Other launches."""
     configs = {
-        "128 / 128": lone,
-        "128 / 128, 8 warps": replace(lone, narrow=Launch(True, 8, 2)),
-        "128 / 128, diagonal apart": replace(lone, diagonal_apart=True),
-        "128 / 64": replace(base, segment=128),
-        "512 / 64": replace(base, segment=512),
-        "3 stages": replace(base, middle=Launch(True, 4, 3)),
-        "8 warps": replace(base, middle=Launch(True, 8, 2)),
-        "4 warps": replace(base, wide=Launch(False, 4, 3)),
-        "diagonal apart": replace(base, diagonal_apart=True),
-        "64 columns, 4 warps": replace(base, prompt=Launch(False, 4, 2), prompt_columns=64),
-        "128 columns, 8 warps": replace(base, prompt=Launch(False, 8, 3), prompt_columns=128),
+        "64 columns": replace(base, prompt=Launch(False, 4, 2), prompt_columns=64),
+        "2 stages": replace(base, prompt=Launch(False, 8, 2)),
     }
-    tried = {name: {"config": config} for name, config in configs.items()}
-    return tried | {f"{n} programs": {"programs": n} for n in (528, 2112)}
+    return {name: {"config": config} for name, config in configs.items()}
 
 
 def _cell(
@@ -226,35 +213,27 @@ def _free_cells() -> list[Cell]:
 
 
 def cells() -> list[Cell]:
-    lone, half, double, apart = "128 / 128", "128 / 64", "512 / 64", "diagonal apart"
     decodes = [
-        _cell(
-            SMALL_FULL,
-            64,
-            8192,
-            1,
-            ">= 75 % of the read ceiling",
-            lone,
-            double,
-            "528 programs",
-            "2112 programs",
-        ),
-        _cell(SMALL_FULL, 1, 8192, 1, "<= 20 us", lone, half, double),
-        _cell(SHARD_FULL, 1, 8192, 1, "<= 10 us", lone, f"{lone}, 8 warps", half),
+        _cell(SMALL_FULL, 64, 8192, 1, ">= 75 % of the read ceiling"),
+        _cell(SMALL_FULL, 1, 8192, 1, "<= 20 us"),
+        _cell(SHARD_FULL, 1, 8192, 1, "<= 10 us"),
         _cell(SMALL_FULL, 1, 8192, 4, ""),
-        _cell(SMALL_FULL, 16, 8192, 9, "", "4 warps"),
-        _cell(SMALL_FULL, 64, 8192, 5, "", lone, double, "3 stages", "8 warps"),
+        _cell(SMALL_FULL, 16, 8192, 9, ""),
+        _cell(SMALL_FULL, 64, 8192, 5, ""),
+        _cell(SMALL_FULL, 64, 8192, 9, ""),
+        _cell(SHARD_FULL, 64, 8192, 5, ""),
         _cell(LARGE_FULL, 64, 8192, 1, ""),
-        _cell(SMALL_FULL, 1, 131_072, 1, "", "528 programs"),
-        _cell(SMALL_LOCAL, 64, 8192, 1, "", half),
-        _cell(SMALL_LOCAL, 1, 8192, 1, "", half),
+        _cell(SMALL_FULL, 1, 131_072, 1, ""),
+        _cell(SMALL_LOCAL, 64, 8192, 1, ""),
+        _cell(SMALL_LOCAL, 64, 8192, 5, ""),
+        _cell(SMALL_LOCAL, 1, 8192, 1, ""),
     ]
-    columns = "64 columns, 4 warps"
     prompts = [
-        (SMALL_FULL, 2048, ">= 316 TFLOP/s", (apart, columns, lone, f"{lone}, {apart}", half)),
-        (SMALL_FULL, 10_240, "", (lone, f"{lone}, {apart}")),
-        (SMALL_LOCAL, 2048, "", ("128 columns, 8 warps", half)),
-        (LARGE_FULL, 2048, "", (lone,)),
+        (SMALL_FULL, 2048, ">= 316 TFLOP/s", ("64 columns", "2 stages")),
+        (MINI_FULL, 2048, ">= 316 TFLOP/s", ("2 stages",)),
+        (SMALL_FULL, 10_240, "", ("2 stages",)),
+        (SMALL_LOCAL, 2048, "", ("64 columns", "2 stages")),
+        (LARGE_FULL, 2048, "", ()),
     ]
     prompt_cells = [
         _cell(heads, 1, keys, 2048, bound, *names, is_prompt=True) for heads, keys, bound, names in prompts

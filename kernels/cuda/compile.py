@@ -7,6 +7,7 @@ registers, spilled bytes, shared memory and the matrix instructions found. Not u
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction
 
@@ -54,6 +56,8 @@ class Compiled:
     has_mma_sync: bool  # the older, slower matrix instruction, whose sums have other bits
     wants_wgmma: bool
     allowed_stack: int = 0
+    serialized: bool = False  # the assembler waits for every single wgmma
+    late_fence: bool = False  # a wgmma may read shared memory before another warp's stores are ordered before it
 
     def faults(self) -> list[str]:
         found = []
@@ -63,6 +67,10 @@ class Compiled:
             found.append(f"{self.name}: {self.shared} bytes of shared memory, at most {SHARED_LIMIT}; fewer stages")
         if self.wants_wgmma and (not self.has_wgmma or self.has_mma_sync):
             found.append(f"{self.name}: a dot is not wgmma; BLOCK_M a multiple of 64, 4 or 8 warps")
+        if self.serialized:
+            found.append(f"{self.name}: wgmma are serialized; no product may be in flight at a branch or a copy")
+        if self.late_fence:
+            found.append(f"{self.name}: no barrier between a fence of stores and their wgmma; two stages or more")
         return found
 
 
@@ -98,7 +106,38 @@ def inspect(serving: Serving) -> Compiled:
         has_mma_sync="mma.sync" in ptx,
         wants_wgmma=serving.wgmma,
         allowed_stack=serving.stack,
+        serialized="wgmma" in ptx and _is_serialized(ptx),
+        late_fence=has_late_fence(ptx),
     )
+
+
+def has_late_fence(ptx: str) -> bool:
+    """Whether some wgmma follows stores to shared memory and their fence, but no barrier after that fence.
+
+    Each warp has to fence its own stores before the barrier that lets other warps' wgmma read them. Triton 3.6 places
+    barriers and fences apart from each other: a barrier for another buffer between the two hides the need of one.
+    """
+    stored = fenced = False
+    for line in ptx.splitlines():
+        if "st.shared" in line or "stmatrix" in line:
+            stored, fenced = True, False
+        elif "fence.proxy.async" in line:
+            fenced = True
+        elif "bar.sync" in line:
+            stored = stored and not fenced
+        elif "wgmma.mma_async" in line and stored and fenced:
+            return True
+    return False
+
+
+def _is_serialized(ptx: str) -> bool:
+    """Whether ptxas reports (C7510 and its like) that it gave up the asynchrony of wgmma."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [get_ptxas(SM90.arch).path, "-v", "--gpu-name=sm_90a", file.name, "-o", os.devnull]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stderr
+    return "wgmma.mma_async instructions are serialized" in text
 
 
 def _resource_usage(cubin: bytes) -> dict[str, int]:

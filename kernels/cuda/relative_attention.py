@@ -22,17 +22,20 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from kernels.cuda.bank_order import bank_origin
 from kernels.cuda.compile import Serving
 from kernels.cuda.relative_attention_blocks import (
-    attend_block,
-    by_column,
-    by_key,
+    add_values,
+    add_weights,
+    block_scores,
     column_sums,
     empty_segment,
+    far_end,
     load_bias,
+    load_block,
     load_pages,
     load_queries,
     merge_scales,
     merged,
     reciprocal,
+    weigh,
 )
 from kernels.cuda.relative_attention_config import (
     LEAST_M,
@@ -66,8 +69,55 @@ def _store_part(
     part = ((sequence * num_kv + kv_head).to(tl.int64) * max_splits + nth) * columns + begin + column
     tl.store(part_m + part, m, mask=held)
     tl.store(part_l + part, column_sums(sums, KEYS_ON_M), mask=held)
-    mask = by_column(held, KEYS_ON_M) & by_key(dim < d, KEYS_ON_M)
-    tl.store(part_a + by_column(part * d, KEYS_ON_M) + by_key(dim, KEYS_ON_M), values, mask=mask)
+    if KEYS_ON_M:
+        tl.store(part_a + part[None, :] * d + dim[:, None], values, mask=held[None, :] & (dim < d)[:, None])
+    else:  # half by half: less shared memory to bring rows together
+        low, high = tl.split(values.reshape(C, 2, DV // 2).permute(0, 2, 1))
+        dim = tl.arange(0, DV // 2)
+        at = part_a + part[:, None] * d + dim[None, :]
+        tl.store(at, low, mask=held[:, None] & (dim < d)[None, :])
+        tl.store(at + DV // 2, high, mask=held[:, None] & (dim + DV // 2 < d)[None, :])
+
+
+@triton.jit
+def _attend_range(
+    begin, stop, pages, queries, position, has_row, bank_tile, bank_offset, key_cache, value_cache, kv_head, first_key,
+    end, page_row, first_split, part_m, part_l, part_a, segments, max_splits, columns, m, sums, values,
+    num_kv: tl.constexpr, per_kv: tl.constexpr, d: tl.constexpr, C: tl.constexpr, DV: tl.constexpr,
+    EXTENT: tl.constexpr, BANK_WIDTH: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, SEGMENT: tl.constexpr,
+    BLOCK_KEYS: tl.constexpr, BIASED: tl.constexpr, KEYS_ON_M: tl.constexpr,
+):  # fmt: skip
+    """Blocks of ``[begin, stop)`` into the segment; each segment that ends there is stored."""
+    MASKED: tl.constexpr = BIASED or WINDOW > 0
+    bias = None
+    if BIASED:  # read a block ahead, into registers; biases of far keys are not read and count as 0
+        bias = load_bias(begin, position, has_row, bank_tile, bank_offset, EXTENT, BANK_WIDTH, BLOCK_KEYS, KEYS_ON_M)
+    for start in range(begin, stop, BLOCK_KEYS):
+        following = load_pages(page_row, start + BLOCK_KEYS, end, PAGE, BLOCK_KEYS)
+        if BIASED:
+            next_bias = load_bias(
+                start + BLOCK_KEYS, position, has_row, bank_tile, bank_offset, EXTENT, BANK_WIDTH, BLOCK_KEYS, KEYS_ON_M
+            )
+        k = load_block(
+            key_cache, None, start, pages, 0, 0, kv_head, first_key, end, num_kv, d, d, PAGE, BLOCK_KEYS, MASKED
+        )
+        v = load_block(
+            value_cache, None, start, pages, 0, 0, kv_head, first_key, end, num_kv, d, DV, PAGE, BLOCK_KEYS, MASKED
+        )
+        x = block_scores(queries, k, start, position, bias, d, WINDOW, MASKED, KEYS_ON_M)
+        m, p, kept = weigh(x, m, 1.0 if BIASED else 1.0 / d, KEYS_ON_M, v.dtype)
+        values = add_values(p, v, kept, values, KEYS_ON_M)
+        sums = add_weights(p, kept, sums, KEYS_ON_M)
+        pages = following
+        if BIASED:
+            bias = next_bias
+        if (start + BLOCK_KEYS) % SEGMENT == 0:
+            _store_part(
+                part_m, part_l, part_a, segments, start // SEGMENT - first_split, m, sums, values,
+                max_splits, columns, num_kv, per_kv, d, C, DV, KEYS_ON_M,
+            )  # fmt: skip
+            m, sums, values = empty_segment(C, DV, KEYS_ON_M)
+    return pages, m, sums, values
 
 
 @triton.jit(do_not_specialize=["pages_per_slot", "max_splits", "columns"])
@@ -103,7 +153,6 @@ def _segment_kernel(
         gdc_launch_dependents()
         gdc_wait()
     per_kv: tl.constexpr = num_heads // num_kv
-    FRESH: tl.constexpr = SEGMENT == BLOCK_KEYS
     sequence, kv_head = tl.program_id(2), tl.program_id(1) % num_kv
     begin_row = tl.program_id(1) // num_kv * (C // per_kv)
     meta = segments + sequence * 4
@@ -134,24 +183,19 @@ def _segment_kernel(
     bank_tile = bank + ((first_row.to(tl.int64) * num_heads + kv_head * per_kv) * BANK_WIDTH - origin)
     bank_offset = (step * num_heads + column % per_kv) * BANK_WIDTH + (origin - bank_origin(position, EXTENT))
     m, sums, values = empty_segment(C, DV, KEYS_ON_M)
-    # one loop: biases of far keys are not read and count as 0; others are read a block ahead, into registers
-    bias = load_bias(begin, position, has_row, bank_tile, bank_offset, EXTENT, BANK_WIDTH, BLOCK_KEYS, KEYS_ON_M)
-    for start in range(begin, stop, BLOCK_KEYS):
-        following = load_pages(page_row, start + BLOCK_KEYS, end, PAGE, BLOCK_KEYS)
-        next_bias = load_bias(
-            start + BLOCK_KEYS, position, has_row, bank_tile, bank_offset, EXTENT, BANK_WIDTH, BLOCK_KEYS, KEYS_ON_M
-        )
-        m, sums, values = attend_block(
-            start, pages, queries, position, bias, key_cache, value_cache, None, None, 0, 0, kv_head, first_key, end,
-            m, sums, values, num_kv, d, DV, WINDOW, PAGE, BLOCK_KEYS, FRESH, True, KEYS_ON_M,
+    near = begin
+    if not KEYS_ON_M and (WINDOW == 0 or EXTENT < WINDOW):  # few columns gain nothing by a loop without a bias
+        near = tl.minimum(far_end(first_position, begin, EXTENT, BLOCK_KEYS), stop)
+        pages, m, sums, values = _attend_range(
+            begin, near, pages, queries, position, has_row, bank_tile, bank_offset, key_cache, value_cache, kv_head,
+            first_key, end, page_row, first_split, part_m, part_l, part_a, segments, max_splits, columns, m, sums,
+            values, num_kv, per_kv, d, C, DV, EXTENT, BANK_WIDTH, WINDOW, PAGE, SEGMENT, BLOCK_KEYS, False, KEYS_ON_M,
         )  # fmt: skip
-        pages, bias = following, next_bias
-        if (start + BLOCK_KEYS) % SEGMENT == 0:
-            _store_part(
-                part_m, part_l, part_a, segments, start // SEGMENT - first_split, m, sums, values,
-                max_splits, columns, num_kv, per_kv, d, C, DV, KEYS_ON_M,
-            )  # fmt: skip
-            m, sums, values = empty_segment(C, DV, KEYS_ON_M)
+    _, m, sums, values = _attend_range(
+        near, stop, pages, queries, position, has_row, bank_tile, bank_offset, key_cache, value_cache, kv_head,
+        first_key, end, page_row, first_split, part_m, part_l, part_a, segments, max_splits, columns, m, sums,
+        values, num_kv, per_kv, d, C, DV, EXTENT, BANK_WIDTH, WINDOW, PAGE, SEGMENT, BLOCK_KEYS, True, KEYS_ON_M,
+    )  # fmt: skip
     if stop % SEGMENT != 0:
         _store_part(
             part_m, part_l, part_a, segments, stop // SEGMENT - first_split, m, sums, values,
@@ -242,10 +286,8 @@ class SegmentParts:
 
 def decode_launch(heads: Heads, max_rows: int, config: AttentionConfig) -> tuple[int, Launch]:
     """Columns of a tile (of several, where ``max_rows`` do not fit), and its launch."""
-    columns = min(max(16, triton.next_power_of_2(max_rows * heads.per_kv)), LEAST_M)
-    launch = config.narrow if columns <= 16 else config.middle
-    if columns <= 32 and launch.keys_on_m:
-        return columns, launch
+    if max_rows * heads.per_kv <= 16 and config.narrow.keys_on_m:
+        return 16, config.narrow
     return LEAST_M, config.wide
 
 
@@ -321,6 +363,7 @@ def serving(heads: Heads, max_rows: int, config: AttentionConfig | None = None) 
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         wgmma=True,
+        stack=32,  # a few biases of a block
         options={"enable_fp_fusion": False, "launch_pdl": True},
     )
 

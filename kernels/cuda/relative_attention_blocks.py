@@ -73,7 +73,7 @@ def block_scores(
 ):
     """-> q . k / d + bias, -inf where the row does not see the key. d is a power of two: one rounding, in the add.
 
-    Without bias the factor 1 / d, which is exact, is left to ``add_block``.
+    Without bias the factor 1 / d, which is exact, is left to ``weigh``.
     """
     n = tl.arange(0, k.shape[0])
     s = tl.dot(k, tl.trans(q)) if KEYS_ON_M else tl.dot(q, tl.trans(k))
@@ -89,31 +89,37 @@ def block_scores(
 
 
 @triton.jit
-def add_block(
-    x, v, m, sums, values, UNIT: tl.constexpr, FRESH: tl.constexpr, KEYS_ON_M: tl.constexpr
-):  # fmt: skip
-    """One block of scores ``x * UNIT`` (a power of two) and values ``v [keys, DV]`` into a segment's (m, l, a).
+def weigh(x, m, UNIT: tl.constexpr, KEYS_ON_M: tl.constexpr, dtype: tl.constexpr):
+    """Scores ``x * UNIT`` (a power of two) that join a segment of maximum ``m``.
 
-    ``FRESH``: the segment has no other block.
+    -> its new maximum, the block's weights, factor of the sums and values so far.
     """
-    new = tl.max(x, 0 if KEYS_ON_M else 1) * UNIT
-    if not FRESH:
-        new = tl.maximum(m, new)
+    new = tl.maximum(m, tl.max(x, 0 if KEYS_ON_M else 1) * UNIT)
     base = tl.where(new == float("-inf"), 0.0, new)
     scale = tl.full(x.shape, LOG2_E * UNIT, tl.float32)
     shift = tl.broadcast_to(by_column(base * -LOG2_E, KEYS_ON_M), x.shape)
-    p = tl.exp2(tl.fma(x, scale, shift)).to(v.dtype)
-    if not FRESH:
-        # exactly 1 where the maximum stays; a fused product would leave the rounding error of m * log2(e)
-        kept = by_column(tl.exp2((m - base) * LOG2_E), KEYS_ON_M)
-        sums, values = sums * kept, values * kept
+    p = tl.exp2(tl.fma(x, scale, shift)).to(dtype)
+    # exactly 1 where the maximum stays; a fused product would leave the rounding error of m * log2(e)
+    return new, p, by_column(tl.exp2((m - base) * LOG2_E), KEYS_ON_M)
+
+
+@triton.jit
+def add_values(p, v, kept, values, KEYS_ON_M: tl.constexpr):
     if KEYS_ON_M:
-        sums = tl.dot(tl.full([64, v.shape[0]], 1.0, tl.float32).to(v.dtype), p, sums)
-        values = tl.dot(tl.trans(v), p, values)
+        return tl.dot(tl.trans(v), p, values * kept)
     else:
-        sums = tl.dot(p, tl.full([v.shape[0], 16], 1.0, tl.float32).to(v.dtype), sums)
-        values = tl.dot(p, v, values)
-    return new, sums, values
+        return tl.dot(p, v, values * kept)
+
+
+@triton.jit
+def add_weights(p, kept, sums, KEYS_ON_M: tl.constexpr):
+    """The last product before a branch, used at once: with one in flight the assembler would wait for every one."""
+    keys: tl.constexpr = p.shape[0] if KEYS_ON_M else p.shape[1]
+    if KEYS_ON_M:
+        l = tl.dot(tl.full([64, keys], 1.0, tl.float32).to(p.dtype), p)  # noqa: E741
+    else:
+        l = tl.dot(p, tl.full([keys, 16], 1.0, tl.float32).to(p.dtype))  # noqa: E741
+    return tl.fma(sums, tl.broadcast_to(kept, sums.shape), l)
 
 
 @triton.jit
@@ -153,56 +159,37 @@ def load_pages(page_row, start, end, PAGE: tl.constexpr, BLOCK_KEYS: tl.constexp
 
 
 @triton.jit
-def attend_block(
+def load_block(
+    cache,  # of keys or values
+    new,  # [T, n_kv, d] of this pass, or None: everything is in the cache
     start,
     pages,  # of ``load_pages``
-    q,  # [C, d]
-    position,  # [C]
-    bias,  # see ``block_scores``
-    key_cache,
-    value_cache,
-    new_keys,  # [T, n_kv, d] of this pass, or None: everything is in the cache
-    new_values,
-    pass_start,  # position of the segment's first row in this pass; from there on keys are read from new_keys
+    pass_start,  # position of the segment's first row in this pass; from there on keys are read from ``new``
     pass_row,  # and that row
     kv_head,
     first_key,  # [first_key, end) is what some row of the tile sees; the rest is read as 0
     end,
-    m,
-    sums,
-    values,
     num_kv: tl.constexpr,
     d: tl.constexpr,
-    DV: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WIDTH: tl.constexpr,  # d or more: zeros beyond
     PAGE: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
-    FRESH: tl.constexpr,
     MASKED: tl.constexpr,
-    KEYS_ON_M: tl.constexpr,
 ):
-    """Adds the keys ``[start, start + BLOCK_KEYS)`` to a segment's (m, l, a)."""
-    n = tl.arange(0, BLOCK_KEYS)
+    """``[BLOCK_KEYS, WIDTH]`` from key ``start`` on."""
+    n, dim = tl.arange(0, BLOCK_KEYS), tl.arange(0, WIDTH)[None, :]
     key = start + n
     if PAGE % BLOCK_KEYS == 0:
-        first = ((pages.to(tl.int64) * num_kv + kv_head) * PAGE + start % PAGE) * d
-        k_at, v_at = (key_cache + first) + n * d, (value_cache + first) + n * d
+        at = (cache + ((pages.to(tl.int64) * num_kv + kv_head) * PAGE + start % PAGE) * d) + n * d
     else:
-        at = ((pages.to(tl.int64) * num_kv + kv_head) * PAGE + key % PAGE) * d
-        k_at, v_at = key_cache + at, value_cache + at
-    if new_keys is not None:
-        new = ((pass_row + key - pass_start).to(tl.int64) * num_kv + kv_head) * d
-        k_at = tl.where(key >= pass_start, new_keys + new, k_at)
-        v_at = tl.where(key >= pass_start, new_values + new, v_at)
-    dim, value_dim = tl.arange(0, d)[None, :], tl.arange(0, DV)[None, :]
-    if MASKED or d != DV:
+        at = cache + ((pages.to(tl.int64) * num_kv + kv_head) * PAGE + key % PAGE) * d
+    if new is not None:
+        at = tl.where(key >= pass_start, new + ((pass_row + key - pass_start).to(tl.int64) * num_kv + kv_head) * d, at)
+    if MASKED or d != WIDTH:
         held = ((key >= first_key) & (key < end))[:, None]
-        k = tl.load(k_at[:, None] + dim, mask=held, other=0.0)
-        v = tl.load(v_at[:, None] + value_dim, mask=held if d == DV else held & (value_dim < d), other=0.0)
+        return tl.load(at[:, None] + dim, mask=held if d == WIDTH else held & (dim < d), other=0.0)
     else:
-        k, v = tl.load(k_at[:, None] + dim), tl.load(v_at[:, None] + value_dim)
-    x = block_scores(q, k, start, position, bias, d, WINDOW, MASKED, KEYS_ON_M)
-    return add_block(x, v, m, sums, values, 1.0 / d if bias is None else 1.0, FRESH, KEYS_ON_M)
+        return tl.load(at[:, None] + dim)
 
 
 @triton.jit

@@ -21,6 +21,10 @@ class Launch:
     num_warps: int
     num_stages: int
 
+    def __post_init__(self) -> None:
+        if self.num_stages < 2:
+            raise ValueError(f"num_stages is {self.num_stages}; below 2 these kernels fault on sm_90 (triton 3.6)")
+
 
 @dataclass(frozen=True)
 class AttentionConfig:
@@ -29,11 +33,9 @@ class AttentionConfig:
     segment: int = 256  # keys
     block_keys: int = 64
     narrow: Launch = Launch(True, 4, 3)  # decodes of up to 16 columns
-    middle: Launch = Launch(True, 4, 2)  # of up to 32: two programs a processor
-    wide: Launch = Launch(False, 8, 3)  # and of more
+    wide: Launch = Launch(False, 4, 2)  # and of more
     prompt: Launch = Launch(False, 8, 3)
     prompt_columns: int = 128
-    diagonal_apart: bool = False  # prompts: a loop of its own, so that no block before it masks its scores
 
     def __post_init__(self) -> None:
         if self.segment % self.block_keys or self.block_keys % LEAST_M:
@@ -43,7 +45,7 @@ class AttentionConfig:
 
 
 FULL_CONFIG = AttentionConfig()
-LOCAL_CONFIG = AttentionConfig(prompt=Launch(False, 4, 2), prompt_columns=64)  # keys of the pass cost registers
+LOCAL_CONFIG = AttentionConfig()
 CONFIGS: dict[tuple[int, bool], AttentionConfig] = {  # (head_dim, has a window)
     (d, local): LOCAL_CONFIG if local else FULL_CONFIG for d in (16, 32, 64, 128) for local in (False, True)
 }

@@ -27,12 +27,21 @@ def test_serving_configurations_compile_to_wgmma_without_spills(module):
     assert not [fault for result in results for fault in result.faults()]
 
 
-def test_a_spill_too_much_shared_memory_and_another_matrix_instruction_are_faults():
+def test_a_spill_too_much_shared_memory_another_matrix_instruction_and_waits_between_them_and_a_late_fence_are_faults():
     good = {"name": "k", "registers": 100, "spilled": 0, "shared": 1024, "has_wgmma": True, "has_mma_sync": False}
     assert not compiler.Compiled(**good, wants_wgmma=True).faults()
-    for change in ({"spilled": 8}, {"shared": 1 << 20}, {"has_wgmma": False}, {"has_mma_sync": True}):
+    changes = [{"spilled": 8}, {"shared": 1 << 20}, {"has_wgmma": False}]
+    changes += [{flag: True} for flag in ("has_mma_sync", "serialized", "late_fence")]
+    for change in changes:
         assert len(compiler.Compiled(**(good | change), wants_wgmma=True).faults()) == 1
     assert not compiler.Compiled(**(good | {"has_wgmma": False}), wants_wgmma=False).faults()
+
+
+def test_a_fence_is_late_where_no_barrier_follows_it():
+    store, fence, barrier, product = "st.shared.b32", "fence.proxy.async", "bar.sync 0", "wgmma.mma_async"
+    assert compiler.has_late_fence("\n".join([store, barrier, fence, product]))
+    assert not compiler.has_late_fence("\n".join([store, fence, barrier, product]))
+    assert not compiler.has_late_fence("\n".join([store, fence, barrier, fence, product]))
 
 
 def test_the_cpu_path_does_not_import_triton():

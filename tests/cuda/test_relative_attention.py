@@ -179,7 +179,7 @@ def test_prompts_are_within_the_bound_and_read_nothing_they_do_not_see(heads: He
 
 @pytest.mark.parametrize(
     "config",
-    [replace(SMALL, block_keys=128), AttentionConfig(segment=64, block_keys=64, diagonal_apart=True)],
+    [replace(SMALL, block_keys=128), AttentionConfig(segment=64, block_keys=64)],
     ids=["one block of two pages", "one block of one page"],
 )
 @pytest.mark.parametrize("heads", [FULL, SHORT_BIAS], ids=name)
@@ -205,6 +205,15 @@ def test_a_row_is_the_same_by_decode_verification_and_prompt(heads: Heads, devic
     for first, count in ((119, 9), (128, 1), (140, 17)):  # the last in two tiles
         rows = sequences.attend([(0, first, count)], "decode", SMALL)
         assert same(rows, prompt[first - 119 : first - 119 + count]), (first, count)
+
+
+def test_launches_change_nothing(device: str) -> None:
+    sequences = Sequences.draw(Heads(4, 2, 64, extent=48), [300], device)
+    prompt, decode = [(0, 60, 240)], [(0, 296, 4)]
+    wanted = sequences.attend(prompt, "prompt", SMALL)
+    for launch in (Launch(True, 4, 2), Launch(False, 4, 2)):
+        config = replace(SMALL, narrow=launch, wide=launch)
+        assert same(sequences.attend(decode, "decode", config), wanted[-4:]), launch
 
 
 def test_programs_that_share_segments_change_nothing(device: str) -> None:
@@ -261,8 +270,11 @@ def test_no_bit_of_a_row_depends_on_its_path_tile_split_or_neighbours(heads: Hea
         wide = replace(heads.config, narrow=Launch(False, 4, 2))
         check([(0, p, 1) for p in range(0, 1700, 13)], "decode", config=wide)
         launch = Launch(True, 8, 2)
-        check([(0, 1300, 4), (1, 514, 2)], "decode", config=replace(heads.config, narrow=launch, middle=launch))
-        check(whole, "prompt", config=replace(heads.config, diagonal_apart=not heads.config.diagonal_apart))
+        check([(0, 1300, 4), (1, 514, 2)], "decode", config=replace(heads.config, narrow=launch))
+        for launch in (Launch(True, 4, 2), Launch(False, 4, 2), Launch(False, 8, 3)):
+            config = replace(heads.config, narrow=launch, wide=launch)
+            check([(0, 1300, 4), (1, 514, 2), (0, 700, 9)], "decode", config=config)
+        check(whole, "prompt", config=replace(heads.config, prompt=Launch(False, 4, 2), prompt_columns=64))
 
 
 @pytest.mark.gpu
@@ -305,6 +317,8 @@ def test_replays_of_a_captured_decode_follow_the_segments(device: str) -> None:
 def test_configurations_that_break_the_order_are_refused() -> None:
     with pytest.raises(ValueError, match="block_keys is 96"):
         AttentionConfig(block_keys=96)
+    with pytest.raises(ValueError, match="num_stages is 1"):
+        Launch(True, 4, 1)
     with pytest.raises(ValueError, match="head_dim is 48"):
         Heads(4, 2, 48, extent=8)
     with pytest.raises(ValueError, match="6 heads"):
