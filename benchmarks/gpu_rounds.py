@@ -56,7 +56,7 @@ class Runners:
         values = {
             "checkpoint": checkpoint, "dtype": "bfloat16", "num_draft_tokens": num_drafts, "max_context": context,
             "max_running_sequences": slots, "max_tokens_per_step": rows, "cache_bytes": 16 << 30,
-            "prefix_cache": "off",
+            "prefix_cache": "off", "draft_length": "fixed",
         }  # fmt: skip
         self.deployment = Deployment.of(Settings.from_values(values))
         self.config = self.deployment.config
