@@ -60,7 +60,7 @@ class ServerOptions:
     grpc_port: int = 8001
     metrics_port: int = 8002
     drain_timeout_s: float = 60.0  # requests still open after this are cut off
-    exit_timeout_s: int = 10  # for unloading; an idle HTTP or gRPC connection of a client uses it all
+    exit_timeout_s: int = 10  # for unloading; a cancelled gRPC stream or an idle connection of a client uses it all
     shared_memory_bytes: int = 64 << 20  # of each model's region; one that never grows never remaps
     thread_pool_size: int = 32  # of each model: every call between models and every send holds one thread
     log_verbose: int = 0
