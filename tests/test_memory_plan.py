@@ -80,7 +80,7 @@ def test_graphs_take_memory_only_when_they_are_captured():
     ("transport", "graphs", "used"),
     [("ring", "on", 4_890_558_464), ("ring", "off", 4_709_154_816), ("dlpack", "on", 5_524_946_944)],
 )
-def test_the_plan_is_within_two_percent_of_what_an_h200_held(transport, graphs, used):
+def test_the_plan_is_within_a_percent_of_what_an_h200_held(transport, graphs, used):
     """synthetic:micro, 16 sequences, measured by nvidia-smi after a run. The server itself had opened the GPU then, by
     the ring too, and the shared experts' w2 were there twice: 10 layers of 1024 x 2 x 768 values."""
     config = ModelConfig.from_dir("synthetic:micro")
@@ -88,7 +88,7 @@ def test_the_plan_is_within_two_percent_of_what_an_h200_held(transport, graphs, 
         config, 8, max_context=2048, cache_bytes=401_899_520, hidden_transport=transport, cuda_graphs=graphs
     )
     taken_since = 10 * 1024 * 2 * 768 * 2 + (CONTEXT_BYTES if transport == "ring" else 0)
-    assert report.total_bytes == pytest.approx(used - taken_since, rel=0.02)
+    assert report.total_bytes == pytest.approx(used - taken_since, rel=0.01)
 
 
 def test_the_processes_of_the_models_have_everything_but_what_the_server_and_both_have():
