@@ -43,11 +43,11 @@ def stream_grpc(url: str, inputs: Mapping[str, Any], timeout_s: float = 600.0) -
     """
     arrived: queue.Queue[tuple[Any, InferenceServerException | None]] = queue.Queue()
     client = grpc.InferenceServerClient(url)
+    is_final = False
     try:
         client.start_stream(lambda result, error: arrived.put((result, error)))
         tensors = _tensors(client, {"stream": True, **inputs})
         client.async_stream_infer(ENSEMBLE_MODEL, tensors, enable_empty_final_response=True)
-        is_final = False
         while not is_final:
             result, error = arrived.get(timeout=timeout_s)
             if error is not None:
@@ -62,7 +62,8 @@ def stream_grpc(url: str, inputs: Mapping[str, Any], timeout_s: float = 600.0) -
     except queue.Empty as error:
         raise ResponseError(f"no response from {url} within {timeout_s:g} s") from error
     finally:
-        client.stop_stream(cancel_requests=True)  # nothing to cancel after the final response
+        # a stream that is cancelled when it has ended can keep the server from unloading the model (Triton 24.10)
+        client.stop_stream(cancel_requests=not is_final)
         client.close()
 
 

@@ -21,11 +21,19 @@ from inkling.model.shared_weights import SharedLayout
 from inkling.protocol import Kind, ring_rows
 from inkling.settings import Settings
 
-CONTEXT_BYTES = 600_000_000  # of each process that touches a GPU
 DEFAULT_CACHE_BYTES = 1 << 30  # on the CPU
-GRAPH_NODE_BYTES = 8_000  # of a kernel in a captured graph
-KERNELS_PER_LAYER = 16
 UNUSED = 0.03  # of a GPU: the driver's own memory, and what allocators round up
+
+# Measured on an H200 as differences between servers by ring and dlpack, with graphs and without.
+CONTEXT_BYTES = 565_000_000  # of each process that opens a GPU
+KERNEL_BYTES = 160_000_000  # code and workspaces of torch's kernels and ours in a model's process
+GRAPH_NODE_BYTES = 4_750  # of a kernel in a captured graph
+
+KERNELS_PER_LAYER = 16
+_SEGMENT = 20 << 20  # torch takes memory in blocks of this size
+_KEYS_PER_SPLIT = 256  # each part of a row's attention over as many keys is kept, fp32
+_HEAD_TILE = 128  # ids of a tile of the vocabulary, which keeps its best entry and its sums
+_LOGIT_ROWS = 128  # held at once by the target
 
 
 @dataclass(frozen=True)
@@ -35,7 +43,10 @@ class MemoryPlan:
     num_drafts: int
     dtype: torch.dtype  # of caches and activations
     weights: Mapping[str, int]
-    working: Mapping[str, int]  # what a GPU holds beside weights and caches; empty on the CPU
+    server: Mapping[str, int]  # of the other processes on a GPU; empty on the CPU
+    models: Mapping[
+        Model, Mapping[str, int]
+    ]  # what each process has beside weights and caches; empty on the CPU
     page_bytes: Mapping[Model, Mapping[Kind, int]]
     max_chunk: int  # rows of the longest prompt chunk
     config: ModelConfig
@@ -46,6 +57,25 @@ class MemoryPlan:
     def pool_bytes(self) -> int:
         """What the caches take: less than ``cache_bytes`` when every sequence fits at its longest."""
         return layout_bytes(self.layout, self.page_bytes)
+
+    @property
+    def working(self) -> dict[str, int]:
+        """What a GPU holds beside weights and caches, by part, all processes together."""
+        parts = dict(self.server)
+        for of_model in self.models.values():
+            for name, size in of_model.items():
+                parts[name] = parts.get(name, 0) + size
+        return parts
+
+    def of_model(self, model: Model) -> dict[str, int]:
+        """By part, what the process of ``model`` allocates; the draft maps embedding, head and ring."""
+        is_target = model is Model.TARGET
+        weights = sum(
+            size for part, size in self.weights.items() if part.startswith("depth") is not is_target
+        )
+        pools = zip(Kind, self.layout.pools(model), strict=True)
+        caches = sum(pool.num_pages * self.page_bytes[model][kind] for kind, pool in pools)
+        return {"weights": weights, "caches": caches, **self.models.get(model, {})}
 
     @property
     def total_bytes(self) -> int:
@@ -90,10 +120,13 @@ def plan_memory(
     Raises SettingsError when what is left holds no sequence.
     """
     weights = weight_bytes(config, num_drafts, weight_dtype)
-    working = _working_bytes(config, settings, num_drafts, dtype, shared) if settings.device == "cuda" else {}
+    server, models = {}, {}
+    if settings.device == "cuda":
+        server = _server_bytes(settings)
+        models = _model_bytes(config, settings, num_drafts, max_context, dtype, shared)
     cache_bytes = settings.cache_bytes
     if not cache_bytes:
-        fixed = sum(weights.values()) + sum(working.values())
+        fixed = sum(weights.values()) + sum(server.values()) + sum(sum(m.values()) for m in models.values())
         cache_bytes = memory_bytes - fixed
         if cache_bytes <= 0:
             raise SettingsError(
@@ -115,7 +148,8 @@ def plan_memory(
         num_drafts,
         dtype,
         weights,
-        working,
+        server,
+        models,
         page_bytes,
         settings.max_tokens_per_step,
         config,
@@ -124,39 +158,77 @@ def plan_memory(
     )
 
 
-def _working_bytes(
-    config: ModelConfig, settings: Settings, num_drafts: int, dtype: torch.dtype, shared: SharedLayout
-) -> dict[str, int]:
-    """What a GPU holds beside weights and caches, by part."""
-    models = 2 if num_drafts else 1
-    processes = models + (
-        2 if settings.cuda_pool_bytes else 0
-    )  # the server has the pool, spec_ensemble maps it
-    states = settings.max_running_sequences * ring_rows(num_drafts) if num_drafts else 0
+def _server_bytes(settings: Settings) -> dict[str, int]:
+    """The server makes the pool and spec_ensemble maps it; without one neither has a context."""
+    pool = settings.cuda_pool_bytes
+    return {"contexts": 2 * CONTEXT_BYTES, "the server's CUDA pool": pool} if pool else {}
+
+
+def _model_bytes(
+    config: ModelConfig,
+    settings: Settings,
+    num_drafts: int,
+    max_context: int,
+    dtype: torch.dtype,
+    shared: SharedLayout,
+) -> dict[Model, dict[str, int]]:
+    """What each model's process holds beside weights and caches, by part."""
+    slots, step_rows = settings.max_running_sequences, settings.max_tokens_per_step
     width = config.hidden_size * dtype.itemsize
-    nodes = _graph_nodes(config, settings.max_running_sequences, num_drafts)
-    return {
-        "contexts of GPU processes": processes * CONTEXT_BYTES,
-        "the server's CUDA pool": settings.cuda_pool_bytes,
-        "hidden states": shared.ring_bytes + states * width,
-        "activations": models * _activation_bytes(config, settings, num_drafts, dtype),
-        "CUDA graphs": nodes * GRAPH_NODE_BYTES if settings.cuda_graphs == "on" else 0,
-    }
+    out_rows = max(step_rows, slots * (num_drafts + 1))
+    hidden = shared.ring_bytes or 2 * out_rows * width  # two outputs in turn
+    keys = max_context + num_drafts + 1
+    sizes = [(Model.TARGET, hidden, num_drafts + 1, out_rows, 2 * _LOGIT_ROWS)]  # as drawn, and shaped
+    if num_drafts:
+        states = slots * ring_rows(num_drafts) * width
+        sizes.append((Model.DRAFT, states, 2 * num_drafts, slots, slots))
+    models = {}
+    for model, states, short_rows, draws, logit_rows in sizes:
+        logits = 4 * logit_rows * config.vocab_size
+        row, graph_rows = _row_bytes(config, dtype), slots * short_rows
+        nodes = _graph_nodes(config, slots, num_drafts)[model]
+        graphs = nodes * GRAPH_NODE_BYTES + _in_segments(graph_rows * row + slots * config.vocab_size * 4)
+        models[model] = {
+            "contexts": CONTEXT_BYTES,
+            "kernels": KERNEL_BYTES,
+            "hidden states": states,
+            "attention splits": slots * short_rows * _split_bytes(config, keys, short_rows),
+            "draws": 20 * draws * -(-config.vocab_size // _HEAD_TILE),
+            "activations": _in_segments(step_rows * row + logits),
+            "CUDA graphs": graphs if settings.cuda_graphs == "on" else 0,
+        }
+    return models
 
 
-def _graph_nodes(config: ModelConfig, num_slots: int, num_drafts: int) -> int:
+def _in_segments(size: int) -> int:
+    return -(-size // _SEGMENT) * _SEGMENT
+
+
+def _graph_nodes(config: ModelConfig, num_slots: int, num_drafts: int) -> dict[Model, int]:
     """Kernels in all graphs: the target's by sequences and rows of each, the draft's by sequences, rows and depths,
     with and without filters."""
     sequences, rows = len(bucket_sizes(num_slots)), len(bucket_sizes(num_drafts + 1))
     depths = num_drafts * (num_drafts + 1) // 2
-    return KERNELS_PER_LAYER * sequences * (rows * config.num_layers + 4 * depths)
+    return {
+        Model.TARGET: KERNELS_PER_LAYER * sequences * rows * config.num_layers,
+        Model.DRAFT: KERNELS_PER_LAYER * sequences * 4 * depths,
+    }
 
 
-def _activation_bytes(config: ModelConfig, settings: Settings, num_drafts: int, dtype: torch.dtype) -> int:
-    """Tensors alive at once in the longest step of one model: those of its widest layer, and the logits, fp32."""
+def _split_bytes(config: ModelConfig, keys: int, rows: int) -> int:
+    """Of a row of a decode over ``keys`` positions, among ``rows`` of its sequence: maximum, sum and values, fp32."""
+    sizes = []
+    for heads in {config.layer_geometry(layer) for layer in range(config.num_layers)}:
+        splits = -(-keys // _KEYS_PER_SPLIT)
+        if heads.window is not None:
+            splits = min(splits, (heads.window + rows + _KEYS_PER_SPLIT - 3) // _KEYS_PER_SPLIT + 1)
+        sizes.append(4 * heads.num_heads * splits * (heads.head_dim + 2))
+    return max(sizes)
+
+
+def _row_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Tensors of a row alive at once, those of the widest layer."""
     heads = max((config.layer_geometry(i) for i in range(config.num_layers)), key=lambda g: g.num_heads)
     attention = heads.num_heads * (4 * heads.head_dim + heads.rel_extent)
     experts = config.num_experts_per_token * (config.expert_ffn + config.hidden_size)
-    row = (6 * config.hidden_size + max(attention, experts, 3 * config.dense_ffn)) * dtype.itemsize
-    draws = min(settings.max_running_sequences * (num_drafts + 1), settings.max_tokens_per_step)
-    return settings.max_tokens_per_step * row + draws * config.vocab_size * 4
+    return (6 * config.hidden_size + max(attention, experts, 3 * config.dense_ffn)) * dtype.itemsize

@@ -42,6 +42,7 @@ SHARED_MEMORY = Path("/dev/shm")
 BROKEN_DRAIN_S = 5.0  # for a server with a dead model; its calls fail after 1 to 2 s
 LOAD_FAILURE_S = 5.0  # a server whose model failed to load ends within this, with a better reason
 SENT_S = 0.1  # between the last response handed to the server and the client's having it
+NO_GPU = 1000.0  # a compute capability that none has
 LOG_LINES = 10_000  # kept in memory
 _LOG_LINE = re.compile(r"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ ")
 # What the server prints beside its log: tables of options, and these.
@@ -59,7 +60,7 @@ class ServerOptions:
     grpc_port: int = 8001
     metrics_port: int = 8002
     drain_timeout_s: float = 60.0  # requests still open after this are cut off
-    exit_timeout_s: int = 10  # for unloading; an idle HTTP or gRPC connection of a client uses it all
+    exit_timeout_s: int = 10  # for unloading; a cancelled gRPC stream or an idle connection of a client uses it all
     shared_memory_bytes: int = 64 << 20  # of each model's region; one that never grows never remaps
     thread_pool_size: int = 32  # of each model: every call between models and every send holds one thread
     log_verbose: int = 0
@@ -260,8 +261,9 @@ class RunningServer:
         if self.settings.device == "cuda":
             pool = self.settings.cuda_pool_bytes
             flags["cuda-memory-pool-byte-size"] = f"{self.settings.gpu}:{pool}"
-            if not pool:  # nor pinned memory, which would open the GPU in the server as well
+            if not pool:  # no tensor of the server's is on a GPU; it would still open all that it may use
                 flags["pinned-memory-pool-byte-size"] = 0
+                flags["min-supported-compute-capability"] = NO_GPU
         python_backend = {
             "shm-default-byte-size": options.shared_memory_bytes,
             "shm-region-prefix-name": self._region_prefix,

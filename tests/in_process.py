@@ -9,6 +9,7 @@ from pathlib import Path
 from random import Random
 
 import numpy as np
+import torch
 
 from inkling.deployment import Deployment
 from inkling.engine.channel import Session
@@ -18,7 +19,6 @@ from inkling.engine.pages import CacheLayout
 from inkling.engine.request import GenerateRequest
 from inkling.engine.scheduler import EngineLimits, Segment
 from inkling.model.load import load_draft_runner, load_target_runner
-from inkling.model.shared_weights import SharedWeights
 from inkling.settings import Settings
 from tests.engine.harness import RecordedReply
 from tests.engine.scripted import References, ScriptedDraft
@@ -42,11 +42,14 @@ class LocalModels:
 
     def __init__(self, checkpoint: Path | str, **settings: object):
         self.deployment = Deployment.of(Settings.from_values({"checkpoint": str(checkpoint), **settings}))
-        self.target = load_target_runner(self.deployment, generation=GENERATION)
-        weights = self.target.model.weights
-        self.draft = load_draft_runner(
-            self.deployment, SharedWeights(weights.embed, weights.head), generation=GENERATION
+        layout, device = self.deployment.shared_layout, self.deployment.device
+        block = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
+        shared, ring = layout.of_block(block)
+        outputs = None if ring is None else ring.states
+        self.target = load_target_runner(
+            self.deployment, generation=GENERATION, shared=shared, outputs=outputs
         )
+        self.draft = load_draft_runner(self.deployment, shared, generation=GENERATION)
 
     @property
     def num_depths(self) -> int:

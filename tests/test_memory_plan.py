@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from inkling.config import ModelConfig
+from inkling.engine.pages import Model
 from inkling.errors import SettingsError
 from inkling.memory import layout_bytes
-from inkling.memory_plan import CONTEXT_BYTES, MemoryPlan, plan_memory
+from inkling.memory_plan import CONTEXT_BYTES, KERNEL_BYTES, MemoryPlan, plan_memory
 from inkling.model.shared_weights import SharedLayout
 from inkling.protocol import Kind
 from inkling.settings import Settings
@@ -42,7 +43,7 @@ def test_caches_get_what_the_rest_leaves_and_take_no_more_than_they_need():
     assert report.cache_bytes == 600 * GB - fixed
     assert report.pool_bytes < report.cache_bytes // 4  # 16 sequences of 4096 tokens
     assert report.total_bytes == fixed + report.pool_bytes
-    many = plan(config, 8, 600 * GB, max_context=1 << 20, max_running_sequences=64)
+    many = plan(config, 8, 600 * GB, max_context=1 << 20, max_running_sequences=16)
     assert many.pool_bytes <= many.cache_bytes
     page = sum(many.page_bytes[model][Kind.FULL] for model in many.page_bytes)
     assert many.cache_bytes - many.pool_bytes < page, "a page would still fit"
@@ -62,10 +63,10 @@ def test_weights_are_those_of_the_release():
 )
 def test_every_process_that_opens_the_gpu_has_a_context(num_drafts, transport, processes):
     working = plan(tiny_config(), num_drafts, 10 * GB, hidden_transport=transport).working
-    assert working["contexts of GPU processes"] == processes * CONTEXT_BYTES
+    assert working["contexts"] == processes * CONTEXT_BYTES
     sends = transport == "dlpack" and num_drafts > 0
-    assert (working["the server's CUDA pool"] > 0) is sends
-    assert (working["hidden states"] > 0) is (num_drafts > 0)
+    assert ("the server's CUDA pool" in working) is sends
+    assert working["kernels"] == KERNEL_BYTES * (2 if num_drafts else 1)
 
 
 def test_graphs_take_memory_only_when_they_are_captured():
@@ -73,6 +74,30 @@ def test_graphs_take_memory_only_when_they_are_captured():
     graphs = with_graphs.working["CUDA graphs"]
     assert graphs > 0 == without.working["CUDA graphs"]
     assert without.cache_bytes - with_graphs.cache_bytes == graphs
+
+
+@pytest.mark.parametrize(
+    ("transport", "graphs", "used"),
+    [("ring", "on", 4_890_558_464), ("ring", "off", 4_709_154_816), ("dlpack", "on", 5_524_946_944)],
+)
+def test_the_plan_is_within_a_percent_of_what_an_h200_held(transport, graphs, used):
+    """synthetic:micro, 16 sequences, measured by nvidia-smi after a run. The server itself had opened the GPU then, by
+    the ring too, and the shared experts' w2 were there twice: 10 layers of 1024 x 2 x 768 values."""
+    config = ModelConfig.from_dir("synthetic:micro")
+    report = plan(
+        config, 8, max_context=2048, cache_bytes=401_899_520, hidden_transport=transport, cuda_graphs=graphs
+    )
+    taken_since = 10 * 1024 * 2 * 768 * 2 + (CONTEXT_BYTES if transport == "ring" else 0)
+    assert report.total_bytes == pytest.approx(used - taken_since, rel=0.01)
+
+
+def test_the_processes_of_the_models_have_everything_but_what_the_server_and_both_have():
+    report = plan(tiny_config(), 3, 10 * GB)
+    of_models = sum(sum(report.of_model(model).values()) for model in Model)
+    assert of_models + sum(report.server.values()) == report.total_bytes
+    assert report.of_model(Model.DRAFT)["weights"] == sum(
+        size for part, size in report.weights.items() if part.startswith("depth")
+    )
 
 
 def test_the_cpu_has_weights_and_caches_only():

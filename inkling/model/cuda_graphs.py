@@ -63,29 +63,28 @@ class StepGraphs:
     def capture(self, keys: Sequence[Hashable], report: Report) -> None:
         """Captures ``run`` for every key, after running it once as it is: kernels compile and load then.
 
-        Largest first, so that the pool is as large as the largest. ``report`` gets time and memory of each.
+        Largest first, so that the pool is as large as the largest. ``report`` gets time and memory of every tenth part.
         """
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        began = time.monotonic()
+        began, before, count = time.monotonic(), _reserved_mb(), len(keys)
         with self.stream(), _no_collection():
             for index, key in enumerate(keys):
-                start, before = time.monotonic(), _reserved_mb()
                 self.run(key)
                 self.stream.synchronize()
-                ran, graph = time.monotonic(), torch.cuda.CUDAGraph()
+                graph = torch.cuda.CUDAGraph()
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     self.run(key)
                 finally:
                     graph.capture_end()
                 self._graphs[key] = graph
-                captured = time.monotonic()
-                report(
-                    f"{self.what} graph {index + 1} of {len(keys)} {key}: first run {ran - start:.2f} s, capture "
-                    f"{captured - ran:.2f} s, {_reserved_mb() - before:.0f} MB"
-                )
-        report(f"{self.what}: {len(keys)} graphs in {time.monotonic() - began:.1f} s")
+                if 10 * (index + 1) // count > 10 * index // count:
+                    took, size = time.monotonic() - began, _reserved_mb() - before
+                    report(
+                        f"{self.what}: {index + 1} of {count} graphs in {took:.1f} s, {size:.0f} MB; last {key}"
+                    )
+        report(f"{self.what}: {count} graphs in {time.monotonic() - began:.1f} s")
 
 
 def _reserved_mb() -> float:

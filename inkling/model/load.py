@@ -57,7 +57,9 @@ def load_target_runner(
 
         torch.cuda.empty_cache()  # the loaded embedding table and head are in ``shared`` now
         rows = settings.max_tokens_per_step
-        return CudaTargetRunner(config, weights, **sizes, max_tokens_per_step=rows, outputs=outputs)
+        runner = CudaTargetRunner(config, weights, **sizes, max_tokens_per_step=rows, outputs=outputs)
+        torch.cuda.empty_cache()  # what its layers arranged anew
+        return runner
     runner = TargetRunner(TargetModel.build(config, weights, deployment.dtype), **sizes)
     quantum = runner.check_row_invariance(settings.max_tokens_per_step)
     report(f"products are row-exact with {settings.num_threads} threads at a row quantum of {quantum}")
@@ -85,7 +87,11 @@ def load_draft_runner(
         from inkling.model.cuda_draft import CudaDraftRunner  # imports triton
 
         rows = settings.max_tokens_per_step
-        return CudaDraftRunner(config, weights, shared.embed, shared.head, **sizes, max_tokens_per_step=rows)
+        runner = CudaDraftRunner(
+            config, weights, shared.embed, shared.head, **sizes, max_tokens_per_step=rows
+        )
+        torch.cuda.empty_cache()
+        return runner
     model = MtpModel.build(config, weights, shared.embed, shared.head, deployment.dtype)
     return DraftRunner(model, **sizes)
 

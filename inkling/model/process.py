@@ -12,6 +12,7 @@ from torch import Tensor
 
 from inkling.deployment import Deployment
 from inkling.device_memory import export_block, map_block, use_gpu
+from inkling.engine.pages import Model
 from inkling.errors import ProtocolError
 from inkling.memory import format_bytes
 from inkling.model.load import load_draft_runner, load_target_runner
@@ -56,8 +57,11 @@ class TargetProcess:
             torch.cuda.synchronize(deployment.device)  # the shared weights are in place
         self._runner.clock = StepClock(folder.clock(TARGET_MODEL), settings.device)
         folder.publish(record)  # the draft loads while graphs are captured here
+        loaded = _torch_bytes(device)
         _capture(self._runner, settings, report)
-        report(f"{format_bytes(block.nbytes)} shared with the draft; {_memory_line(deployment)}")
+        report(
+            f"{format_bytes(block.nbytes)} shared with the draft; {_memory(deployment, Model.TARGET, loaded)}"
+        )
 
     def step(self, control: np.ndarray) -> tuple[np.ndarray, Tensor | None, np.ndarray]:
         """TOKENS, HIDDEN [T, H] where it is sent, and LOGPROBS of one CONTROL; all of it complete.
@@ -88,8 +92,11 @@ class DraftProcess:
         shared, self._ring = deployment.shared_layout.of_block(block)
         self._runner = load_draft_runner(deployment, shared, generation=record.generation, report=report)
         self._runner.clock = StepClock(folder.clock(DRAFT_MODEL), settings.device)
+        loaded = _torch_bytes(deployment.device)
         _capture(self._runner, settings, report)
-        report(f"{format_bytes(block.nbytes)} mapped from the target; {_memory_line(deployment)}")
+        report(
+            f"{format_bytes(block.nbytes)} mapped from the target; {_memory(deployment, Model.DRAFT, loaded)}"
+        )
 
     def step(self, control: np.ndarray, hidden: Tensor | None) -> np.ndarray:
         """DRAFTS of one CONTROL. ``hidden`` is HIDDEN, needed where there is no ring; it is not read afterwards."""
@@ -107,14 +114,22 @@ def _capture(runner: Any, settings: Settings, report: Report) -> None:
         runner.capture(report)
 
 
-def _memory_line(deployment: Deployment) -> str:
-    device = deployment.device
-    planned = f"plan {format_bytes(deployment.plan.total_bytes)} in all"
+def _torch_bytes(device: torch.device) -> tuple[int, int]:
+    """In use by tensors of this process, and held for them; on a GPU."""
     if device.type == "cpu":
-        return planned
+        return 0, 0
+    return torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+
+
+def _memory(deployment: Deployment, model: Model, loaded: tuple[int, int]) -> str:
+    """What is planned, and on a GPU what is taken; ``loaded``: ``_torch_bytes`` before graphs were captured."""
+    device, plan = deployment.device, deployment.plan
+    planned = ", ".join(f"{name} {format_bytes(size)}" for name, size in plan.of_model(model).items() if size)
+    if device.type == "cpu":
+        return f"plan {planned}; {format_bytes(plan.total_bytes)} in all"
     free, total = torch.cuda.mem_get_info(device)
-    used, held = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
+    used, held, used_now, held_now = map(format_bytes, (*loaded, *_torch_bytes(device)))
     return (
-        f"{planned}; torch holds {format_bytes(held)} here, {format_bytes(used)} of it in use; "
-        f"the GPU has {format_bytes(total - free)} in use"
+        f"plan {planned}; {format_bytes(plan.total_bytes)} in all. Loaded, torch had {used} in use and held {held}; "
+        f"now {used_now} and {held_now}; the GPU has {format_bytes(total - free)} in use"
     )

@@ -59,8 +59,14 @@ class MoEWeights:
     shared_w2: Tensor  # [S, H, f]
 
     def shared_as_one(self) -> tuple[Tensor, Tensor]:
-        """The shared experts as one MLP of two products: w13 ``[S*2f, H]``, one after another, and w2 ``[H, S*f]``."""
-        return self.shared_w13.flatten(0, 1), self.shared_w2.transpose(0, 1).flatten(1).contiguous()
+        """The shared experts as one MLP of two products: w13 ``[S*2f, H]``, one after another, and w2 ``[H, S*f]``.
+
+        Both are memory of ``shared_w13`` and ``shared_w2``, whose strides change for that.
+        """
+        num_shared, hidden, width = self.shared_w2.shape
+        w2 = self.shared_w2.transpose(0, 1).flatten(1).contiguous()
+        self.shared_w2 = w2.view(hidden, num_shared, width).transpose(0, 1)
+        return self.shared_w13.flatten(0, 1), w2
 
 
 @dataclass

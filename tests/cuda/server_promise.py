@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -28,19 +28,22 @@ from typing import Annotated, Any
 import typer
 
 from inkling import process_group
-from inkling.client import stream
 from inkling.config import ModelConfig
 from inkling.deployment import Deployment
 from inkling.protocol import DRAFT_MODEL, ENSEMBLE_MODEL, TARGET_MODEL, Kind
 from inkling.server import RunningServer, ServerOptions
 from inkling.settings import Settings
+from tests.cuda.promise_clients import ask, ask_all
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "demo" / "checkpoint"
 CHECKPOINTS = (str(DEMO), "synthetic:micro?seed=0")
 DRAFTS = (0, 1, 3, 8)
-SLOTS, CONTEXT, STEP_ROWS = 16, 2048, 512
-FULL_PAGES = 40  # of the small cache: one in twenty answers is preempted, one in five has a prefix hit
+SLOTS, CONTEXT, STEP_ROWS = 64, 2048, 512
+FULL_PAGES = 48  # of the small cache: one in fifteen answers is preempted, one in three has a prefix hit
+PREEMPTED = 0.05  # of the answers at least, and as many prefix hits, where there are enough to tell
+PROCESSES = 4  # of clients
+SLOW_STOP_S = 8.0  # a stop that takes longer is explained by the server's own lines
 SOLO = 12  # requests that run alone, to compare what is accepted of their drafts
 PLAN_TOLERANCE = 0.03
 SAMPLING: tuple[dict[str, Any], ...] = (
@@ -78,6 +81,7 @@ class Record:
     accepted: int = 0
     seconds: float = 0.0
     ready_s: float = 0.0
+    stop_s: float = 0.0
     planned: int = 0  # bytes
     used: int = 0  # bytes of the GPU after the requests; 0 on the CPU
     gpu_files: dict[str, int] | None = None  # /dev/nvidia* of each process
@@ -91,7 +95,7 @@ class Record:
         faults += [self.failure] if self.failure else []
         if self.used and abs(self.used - self.planned) > PLAN_TOLERANCE * self.used:
             faults.append(f"plan off by {(self.planned - self.used) / self.used:+.1%}")
-        if self.answers >= 200 and min(self.preemptions, self.prefix_hits) < 0.02 * self.answers:
+        if self.answers >= 400 and min(self.preemptions, self.prefix_hits) < PREEMPTED * self.answers:
             faults.append(f"{self.preemptions} preemptions and {self.prefix_hits} prefix hits prove little")
         if part.transport == "ring" and self.gpu_files and self.gpu_files[ENSEMBLE_MODEL]:
             faults.append(f"{ENSEMBLE_MODEL} opened the GPU")
@@ -115,7 +119,7 @@ class Answers:
 
 
 def requests_of(checkpoint: str, count: int) -> list[dict[str, Any]]:
-    """Inputs by index, the same in every run: half of them begin like others, a quarter may grow long."""
+    """Inputs by index, the same in every run: half of them begin like others, and most answers reach another page."""
     random = Random(checkpoint)
     config = ModelConfig.from_dir(checkpoint)
     texts = _texts(checkpoint)
@@ -127,13 +131,13 @@ def requests_of(checkpoint: str, count: int) -> list[dict[str, Any]]:
         start = random.randrange(max(1, len(text) - length))
         return text[start : start + length]
 
-    trunks = [some_ids(random.randint(130, 300)) for _ in range(8)]
+    trunks = [some_ids(random.randint(66, 90)) for _ in range(8)]
     requests = []
     for index in range(count):
         trunk = random.choice(trunks) if index % 2 else []
-        length = random.choice((1, 2, 7, random.randint(1, 60), random.randint(60, 400)))
-        inputs = {"input_ids": trunk + some_ids(length) or [1], "seed": index, "stream": False}
-        inputs["max_tokens"] = random.randint(60, 180) if index % 4 == 0 else random.randint(4, 40)
+        length = random.choice((1, 2, 7, 30, random.randint(1, 60)))
+        inputs = {"input_ids": trunk + some_ids(length) or [1], "seed": index, "stream": index % 4 < 2}
+        inputs["max_tokens"] = random.randint(40, 80)
         inputs |= {"ignore_eos": index % 3 > 0, "return_perf_metrics": True}
         requests.append(inputs | SAMPLING[index % len(SAMPLING)])
     return requests
@@ -183,12 +187,6 @@ def _small_cache(settings: Settings) -> int:
     return high
 
 
-def ask(server: RunningServer, inputs: dict[str, Any], by_grpc: bool) -> dict[str, Any]:
-    url = f"grpc://{server.grpc_url}" if by_grpc else f"http://{server.http_url}"
-    (response,) = stream(url, inputs, timeout_s=120.0)
-    return response
-
-
 def run_part(part: Part, device: str, clients: int, answers: Answers) -> Record:
     settings = settings_of(part, device)
     deployment = Deployment.of(settings)
@@ -199,49 +197,62 @@ def run_part(part: Part, device: str, clients: int, answers: Answers) -> Record:
     Random(part.checkpoint + part.transport + part.graphs).shuffle(pairs)
     pairs = pairs[part.half :: 2]
     before, start = gpu_used(device), time.monotonic()
-    options = ServerOptions(http_port=0, grpc_port=0, metrics_port=0)
-    server = RunningServer(settings, options, report=lambda line: print("   ", line, flush=True))
+    server = RunningServer(settings, ServerOptions(http_port=0, grpc_port=0, metrics_port=0), report=_say)
     with server:
         record.ready_s = time.monotonic() - start
         print(f"    ready after {record.ready_s:.1f} s, {len(pairs)} answers to come", flush=True)
+        urls = f"http://{server.http_url}", f"grpc://{server.grpc_url}"
         if part.half == 0:
-            for index in range(SOLO):
-                response = ask(server, requests[index] | {"num_draft_tokens": drafts[-1]}, by_grpc=False)
-                counts = [response["total_draft_tokens"], response["total_accepted_draft_tokens"]]
+            for index in range(min(SOLO, part.num_requests)):
+                response = ask(urls[0], requests[index] | {"num_draft_tokens": drafts[-1]})
+                counts = [response["drafted"], response["accepted"]]
                 record.differing_drafts += bool(answers.differing(f"solo {index}", counts))
-
-        def answer(pair: tuple[int, int]) -> dict[str, Any]:
-            index, num_drafts = pair
-            return ask(server, requests[index] | {"num_draft_tokens": num_drafts}, index % 16 == 0)
-
+        jobs = [
+            {"key": (i, n), "url": urls[i % 4 == 0], "inputs": requests[i] | {"num_draft_tokens": n}}
+            for i, n in pairs
+        ]
         start = time.monotonic()
-        with ThreadPoolExecutor(clients) as pool:
-            futures = [pool.submit(answer, pair) for pair in pairs]
-            for pair, future in zip(pairs, futures, strict=True):
-                _count(record, answers, pair, future)
+        threads = max(1, clients // PROCESSES)
+        ask_all(jobs, PROCESSES, threads, lambda response: _count(record, answers, response))
         record.seconds = time.monotonic() - start
+        record.errors += len(jobs) - record.answers - record.errors  # a client that died
         record.used = gpu_used(device) - before
         record.gpu_files = gpu_files(server.pid)
+        start = time.monotonic()
+    record.stop_s = time.monotonic() - start
+    if record.stop_s > SLOW_STOP_S:
+        print("\n".join(f"    {line}" for line in _stopping(server)), flush=True)
     _read_totals(record, server)
     return record
 
 
-def _count(record: Record, answers: Answers, pair: tuple[int, int], future: Any) -> None:
-    try:
-        response = future.result()
-    except Exception as error:  # of one request; the others go on
+def _say(line: str) -> None:
+    """What is worth a line of the device's output: no progress."""
+    if not re.search(r"loading|\d+ of \d+ graphs", line):
+        print("   ", line, flush=True)
+
+
+def _stopping(server: RunningServer) -> list[str]:
+    """The server's lines from the signal on, but for tables."""
+    lines = list(server.log)
+    first = next((i for i, line in enumerate(lines) if "Waiting for in-flight" in line), len(lines) - 20)
+    return [line for line in lines[max(0, first) :] if not line.startswith(("+", "|"))][:60]
+
+
+def _count(record: Record, answers: Answers, response: dict[str, Any]) -> None:
+    if "error" in response:
         record.errors += 1
         if record.errors < 4:
-            print(f"    request {pair}: {error}", flush=True)
+            print(f"    request {response['key']}: {response['error']}", flush=True)
         return
-    ids = response["output_ids"]
-    differing = answers.differing(str(pair[0]), ids)
+    ids = response["ids"]
+    differing = answers.differing(str(response["key"][0]), ids)
     if differing and record.differing_tokens < 50:
-        print(f"    request {pair}: {differing} of {len(ids)} tokens differ", flush=True)
+        print(f"    request {response['key']}: {differing} of {len(ids)} tokens differ", flush=True)
     record.answers += 1
     record.tokens += len(ids)
     record.differing_tokens += differing
-    record.accepted += response["total_accepted_draft_tokens"]
+    record.accepted += response["accepted"]
 
 
 def _read_totals(record: Record, server: RunningServer) -> None:

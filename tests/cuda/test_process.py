@@ -8,8 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from inkling.deployment import Deployment
+from inkling.device_memory import BlockHandle, export_block
 from inkling.model import process
 from inkling.model.hidden_ring import HiddenRing
 from inkling.testing import write_random_checkpoint
@@ -18,11 +20,22 @@ from tests.model.processes import run, settings_of
 
 
 @pytest.fixture(autouse=True)
-def interpreter(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no GPU, the CUDA runners work in Triton's interpreter, on memory of the CPU."""
+def one_process(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA opens no block where it was exported: there the draft gets the target's own. Without a GPU the CUDA runners
+    work in Triton's interpreter, on memory of the CPU."""
     if device == "cpu":
         monkeypatch.setattr(Deployment, "device", torch.device("cpu"))
         monkeypatch.setattr(process, "use_gpu", lambda index: None)
+        return
+    exported: dict[BlockHandle, Tensor] = {}
+
+    def export(num_bytes: int, device: torch.device, file: Path) -> tuple[Tensor, BlockHandle]:
+        block, handle = export_block(num_bytes, device, file)
+        exported[handle] = block
+        return block, handle
+
+    monkeypatch.setattr(process, "export_block", export)
+    monkeypatch.setattr(process, "map_block", lambda handle, device: exported[handle])
 
 
 def test_the_runner_leaves_the_states_in_the_ring_and_the_draft_takes_them_there(

@@ -8,7 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels import rows
-from kernels.rows import find_row_quantum, linear_reference, pad_rows, padded_rows, row_counts, row_quantum
+from kernels.rows import (
+    find_row_quantum,
+    linear_reference,
+    pad_rows,
+    padded_rows,
+    row_counts,
+    row_quantum,
+    set_row_quantum,
+)
 from tests.kernels.rounding import UNIT, assert_within, padded, random, rows_alike
 
 SHAPES = [(1, 1), (3, 5), (37, 129), (64, 251), (260, 33)]  # (K, N)
@@ -89,3 +97,15 @@ def test_only_the_shape_that_breaks_is_named(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(RuntimeError, match="K=48, N=40"):
         find_row_quantum([(16, 24), (48, 40), (64, 8)], [], 300, torch.float32)
     assert find_row_quantum([(16, 24), (64, 8)], [], 300, torch.float32) == 4
+
+
+def test_a_process_that_pads_to_16_rows_finds_the_same_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check tries 4 rows too, which are no product of the model any more."""
+    monkeypatch.setattr(rows.F, "linear", broken(F.linear, lambda count: count % 16 == 0))
+    before = row_quantum()
+    try:
+        for _ in range(2):
+            set_row_quantum(find_row_quantum([(48, 40)], [(16, 64)], 300, torch.float32))
+            assert row_quantum() == 16
+    finally:
+        set_row_quantum(before)
