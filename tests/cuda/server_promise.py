@@ -167,6 +167,7 @@ def settings_of(part: Part, device: str) -> Settings:
         max_tokens_per_step=STEP_ROWS,
         max_prompt_chunk=chunk,
         prefix_block=64,
+        draft_length="fixed",
         hidden_transport=part.transport,
         cuda_graphs=part.graphs,
     )
