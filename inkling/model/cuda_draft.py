@@ -10,8 +10,8 @@ The draft need not be row-exact: its bits never reach an answer.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,8 +37,7 @@ from kernels.sampling import SamplingRows
 _OPTIONS = ("temperature", "top_k", "top_p", "min_p", "seed")
 
 
-@dataclass(frozen=True)
-class ChainKey:
+class ChainKey(NamedTuple):
     """The size of a chain of depths."""
 
     sequences: int
