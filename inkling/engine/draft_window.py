@@ -8,13 +8,12 @@ below ``final`` however many depths earlier windows ran.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from inkling.protocol import ring_rows
 
 
-@dataclass(frozen=True, slots=True)
-class Window:
+class Window(NamedTuple):
     """Entries [first, end) in the first ``depths`` depths, then ``drafts`` tokens. Empty: nothing runs."""
 
     first: int

@@ -207,16 +207,30 @@ class PageTable:
 class SequencePages:
     """The page tables of one sequence in one model, and the pass they were last made ready for."""
 
-    __slots__ = ("tables", "first", "end")
+    __slots__ = ("tables", "first", "end", "_ready_from", "_ready_below", "_ready_to")
 
     def __init__(self, tables: tuple[PageTable, ...]):
         self.tables = tables
         self.first = self.end = 0
+        # passes that no table has anything to do for: they begin in [from, below) and end at ``to`` or before
+        self._ready_from = self._ready_below = self._ready_to = 0
+
+    def is_ready(self, first: int, end: int) -> bool:
+        """Whether a pass over [first, end) needs no ``cover``; it then is the one they were last made ready for."""
+        if self._ready_from <= first < self._ready_below and end <= self._ready_to:
+            self.first, self.end = first, end
+            return True
+        return False
 
     def cover(self, first: int, end: int, slot: int, updates: list[int]) -> None:
+        self._ready_to = 0
         for table in self.tables:
             table.cover(first, end, slot, updates)
         self.first, self.end = first, end
+        self._ready_from = max((table.backed_from for table in self.tables), default=0)
+        windowed = [table.release_from + table.reach for table in self.tables if table.reach is not None]
+        self._ready_below = min(windowed, default=1 << 62)
+        self._ready_to = min((table.backed_to for table in self.tables), default=1 << 62)
 
     def release(self) -> None:
         for table in self.tables:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -88,9 +88,9 @@ class Segment:
     rows: int
     draws: int  # 0: prompt remains; 1: no drafts; n + 1: verifies n
     accepted: int = 0
-    tokens: list[int] = field(default_factory=list)  # drawn, up to the first that follows a fallen draft
-    emitted: list[int] = field(default_factory=list)  # of those, up to the cut
-    log_probs: list[TokenLogProb] = field(default_factory=list)  # of ``tokens``, where the request wants them
+    tokens: list[int] | tuple[int, ...] = ()  # drawn, up to the first that follows a fallen draft
+    emitted: list[int] | tuple[int, ...] = ()  # of those, up to the cut
+    log_probs: list[TokenLogProb] | tuple[TokenLogProb, ...] = ()  # of ``tokens``, where the request wants them
 
     @property
     def num_drafts(self) -> int:
@@ -189,6 +189,7 @@ class Scheduler:
         it, whose passes do not run. They hold nothing more; ``requeue`` them."""
         words: list[int] = []
         preempted: list[Sequence] = []
+        passes = [p for p in passes if not p.pages.is_ready(p.first, p.end)]
         for planned in sorted(passes, key=lambda p: p.sequence.rank):
             sequence, fresh = planned.sequence, []
             while sequence.phase is Phase.RUNNING:
@@ -223,8 +224,9 @@ class Scheduler:
             turn, rest = self.running[:budget], self.running[budget:]
             self.running = rest + turn
             return [self._segment(sequence, 1) for sequence in turn]
-        decodes = [sequence for sequence in self.running if sequence.num_uncomputed == 1]
-        prompts = [sequence for sequence in self.running if sequence.num_uncomputed > 1]
+        decodes, prompts = [], []
+        for sequence in self.running:
+            (prompts if sequence.num_uncomputed > 1 else decodes).append(sequence)
         spare = budget - len(decodes) - bool(prompts)
         plan = []
         if spare < len(decodes) * self.limits.num_draft_tokens:
@@ -232,7 +234,7 @@ class Scheduler:
         for sequence in decodes:
             num_drafts = min(len(sequence.drafts), spare)
             spare -= num_drafts
-            plan.append(self._segment(sequence, 1 + num_drafts))
+            plan.append(Segment(sequence, sequence.num_computed, 1 + num_drafts, 1 + num_drafts))
         spare += bool(prompts)
         chunk = self.limits.max_prompt_chunk
         if prompts and not chunk:
@@ -262,9 +264,10 @@ class Scheduler:
         for segment in plan:
             sequence = segment.sequence
             if sequence.window is not None and sequence.max_drafts:
-                waiting = sequence.num_uncomputed > 1  # more prompt
+                num_computed, num_ids = sequence.num_computed, len(sequence.ids)
+                waiting = num_ids - num_computed > 1  # more prompt
                 num_drafts = 0 if waiting else self.draft_length(sequence)
-                window = sequence.window.plan(sequence.num_computed, len(sequence.ids), num_drafts)
+                window = sequence.window.plan(num_computed, num_ids, num_drafts)
                 windows.append(PlannedWindow(segment, row, window))
             row += segment.rows
         return windows

@@ -37,6 +37,7 @@ class Sequence:
         deadline: float,
     ):
         self.request = request
+        self.num_prompt_tokens = len(request.prompt_ids)
         self.outbox = outbox
         self.assembler = assembler
         self.max_tokens = max_tokens  # the request's, cut to the context left
@@ -62,12 +63,8 @@ class Sequence:
         self.total_accepted_draft_tokens = 0  # of those, accepted and emitted
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_ids)
-
-    @property
     def num_emitted(self) -> int:
-        return len(self.ids) - len(self.request.prompt_ids)
+        return len(self.ids) - self.num_prompt_tokens
 
     @property
     def num_uncomputed(self) -> int:
@@ -76,7 +73,8 @@ class Sequence:
     @property
     def max_drafts(self) -> int:
         """Drafts that a next step could verify: each may be emitted, and one token always follows them."""
-        return max(0, min(self.num_depths, self.max_tokens - self.num_emitted - 1))
+        left = self.max_tokens - len(self.ids) + self.num_prompt_tokens - 1
+        return min(self.num_depths, left) if left > 0 else 0
 
     def shrink(self, num_depths: int) -> None:
         """Gives up all depths but the first ``num_depths``, for good."""
@@ -149,6 +147,9 @@ class Sequence:
         """
         stop = self.request.stop
         room = self.max_tokens - self.num_emitted
+        if len(tokens) < room and self.assembler is None and stop.stop_ids.isdisjoint(tokens):
+            self.ids += tokens
+            return tokens
         to_minimum = stop.min_tokens - self.num_emitted
         for count, token in enumerate(tokens, 1):
             self.ids.append(token)
