@@ -91,7 +91,12 @@ def sizes(deployment: Deployment, model: Model) -> dict:
 
 
 def measure(
-    deployment: Deployment, runners: list, batch: int, drafts: int, rounds: int, profiler: cProfile.Profile | None
+    deployment: Deployment,
+    runners: list,
+    batch: int,
+    drafts: int,
+    rounds: int,
+    profiler: cProfile.Profile | None,
 ) -> dict[str, object]:
     """Of ``rounds`` decoding rounds, in milliseconds."""
     seconds: dict[str, float] = {}
@@ -114,7 +119,9 @@ def measure(
     engine, random = Engine(limits, deployment.layout, *clients, SESSION), Random(0)
     for _ in range(batch):
         ids = tuple(random.randrange(1, 4096) for _ in range(PROMPT))
-        engine.submit(GenerateRequest(ids, stop=StopRules(CONTEXT), num_draft_tokens=drafts), NoReply(), stream=True)
+        engine.submit(
+            GenerateRequest(ids, stop=StopRules(CONTEXT), num_draft_tokens=drafts), NoReply(), stream=True
+        )
     while any(s.num_uncomputed != 1 for s in engine.scheduler.running) or engine.scheduler.waiting:
         engine.step()
     rows = []

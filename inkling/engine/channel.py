@@ -6,13 +6,16 @@ import logging
 from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
 from inkling.engine.sequence import Sequence
 from inkling.errors import StepGapError
 from inkling.protocol import OPEN_WIDTH, DraftStep, TargetStep, pack
+
+if TYPE_CHECKING:
+    from inkling.engine.scheduler import Segment
 
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
@@ -34,6 +37,37 @@ def vector(words: list[int]) -> np.ndarray:
 
 def records(words: list[int], width: int) -> np.ndarray:
     return vector(words).reshape(-1, width)
+
+
+class TargetWords(NamedTuple):
+    """What a plan asks of the target."""
+
+    segments: list[int]
+    ids: list[int]
+    scores: list[int]
+    num_draws: int
+    wants_log_probs: bool  # of drawn tokens or of prompts
+
+
+def target_words(plan: list[Segment]) -> TargetWords:
+    segments: list[int] = []
+    ids: list[int] = []
+    scores: list[int] = []
+    num_draws, wants_log_probs = 0, False
+    for segment in plan:
+        sequence, first, rows, draws = segment.sequence, segment.first, segment.rows, segment.draws
+        request = sequence.request
+        segments += (sequence.slot, first, rows, draws)
+        if request.prompt_log_probs:
+            for position in sequence.unscored(first, rows):
+                scores += (len(ids) + position - first, sequence.ids[position + 1])
+        if draws and request.log_probs:
+            wants_log_probs = True
+        ids += sequence.ids[first : first + rows]
+        if draws > 1:
+            ids += sequence.drafts[: draws - 1]
+        num_draws += draws
+    return TargetWords(segments, ids, scores, num_draws, wants_log_probs or bool(scores))
 
 
 class Channel:

@@ -10,19 +10,20 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
-from inkling.engine.channel import Channel, Session, records
+from inkling.engine.beside import Beside
+from inkling.engine.channel import Channel, Session, records, target_words
 from inkling.engine.clients import DraftClient, TargetClient
-from inkling.engine.log_probs import TokenLogProb, take_log_probs
+from inkling.engine.log_probs import take_log_probs
 from inkling.engine.outbox import Assembler, Outbox, Reply, Sender
 from inkling.engine.pages import CacheLayout
 from inkling.engine.request import GenerateRequest
 from inkling.engine.scheduler import EngineLimits, PlannedPass, Scheduler, Segment
-from inkling.engine.sequence import Phase, Sequence
+from inkling.engine.sequence import Phase, Sequence, text_error
 from inkling.engine.verify import accepted_prefix
 from inkling.errors import CancelledError, DrainingError, InklingError, ModelError, RequestError
 from inkling.protocol import DraftStep, TargetStep
@@ -59,6 +60,7 @@ class Engine:
         self.limits = limits
         self.scheduler = Scheduler(limits, layout)
         self.sender = Sender(self._wake)
+        self._replies = Beside()
         self._target, self._draft = target, draft
         self._to_target = Channel(TargetStep, session)
         self._to_draft = Channel(DraftStep, session)
@@ -119,6 +121,7 @@ class Engine:
 
     def start(self) -> None:
         self.sender.start()
+        self._replies.start("replies")
         self._thread = threading.Thread(target=self.run, name="engine", daemon=True)
         self._thread.start()
 
@@ -163,6 +166,7 @@ class Engine:
             with self._changed:
                 self._closing = True
             self._fail_all(DrainingError(STOPPED))
+            self._replies.close()
 
     def step(self) -> bool:
         """One step for all running sequences; whether work remains. Raises nothing."""
@@ -171,6 +175,8 @@ class Engine:
             self._admit()
             if plan := self.scheduler.plan():
                 self._run(plan)
+            else:
+                self._replies.wait()
         except Exception as error:
             _log.exception("step %d failed; %d requests end", self._step, len(self._open))
             error.__traceback__ = error.__context__ = error.__cause__ = (
@@ -186,10 +192,11 @@ class Engine:
         plan = [s for s in plan if s.sequence.phase is Phase.RUNNING]
         if plan:  # else all of them gave way to others, which run next
             tokens, hidden, scores = self._run_target(plan, pages)
+            self._replies.wait()  # of the step before; what follows changes what they read
             self._verify(plan, tokens)
             take_log_probs(plan, scores)
             self._commit(plan)
-            self._reply(plan)
+            self._replies.run(lambda: self._reply(plan))
             self._run_draft(plan, hidden)
             self.scheduler.pace.step_ran()
 
@@ -202,13 +209,14 @@ class Engine:
             self._attention = False
             ended = [s for s in self._open if s.outbox.cancelled or s.deadline <= now]
             self._next_deadline = min((s.deadline for s in self._open.difference(ended)), default=math.inf)
+        self._replies.wait()
         for sequence in ended:
             if sequence.outbox.cancelled:
                 self._end(sequence, CancelledError("the request was cancelled"))
             else:
                 sequence.finish_reason = "timeout"
                 self._end(sequence)
-                self._push(sequence, [])
+                self._push(sequence)
         self._post(ended)
 
     def _admit(self) -> None:
@@ -232,30 +240,17 @@ class Engine:
 
     def _run_target(self, plan: list[Segment], pages: list[int]) -> tuple[list[int], Any, np.ndarray | None]:
         self._step = self._step % MAX_STEP + 1
-        segments: list[int] = []
-        ids: list[int] = []
-        scores: list[int] = []
-        num_draws = 0
-        wants_log_probs = False
-        for segment in plan:
-            sequence, first, rows = segment.sequence, segment.first, segment.rows
-            segments += (sequence.slot, first, rows, segment.draws)
-            for position in sequence.unscored(first, rows):
-                scores += (len(ids) + position - first, sequence.ids[position + 1])
-            wants_log_probs |= bool(segment.draws and sequence.request.log_probs)
-            ids += sequence.ids[first : first + rows]
-            ids += sequence.drafts[: segment.num_drafts]
-            num_draws += segment.draws
-        step = self._target.step_scored if scores or wants_log_probs else self._target.step
+        words = target_words(plan)
+        step = self._target.step_scored if words.wants_log_probs else self._target.step
         lengths = self.scheduler.lengths
         lengths.call_starts()
         tokens, hidden, *log_probs = self._to_target.exchange(
-            self._step, records(segments, 4), ids, pages, step, scores=records(scores, 2)
+            self._step, records(words.segments, 4), words.ids, pages, step, scores=records(words.scores, 2)
         )
-        lengths.target_ran(len(ids), len(ids) - num_draws)
-        if tokens.size != num_draws:
+        lengths.target_ran(len(words.ids), len(words.ids) - words.num_draws)
+        if tokens.size != words.num_draws:
             raise ModelError(
-                f"the target drew {tokens.size} tokens in step {self._step}; {num_draws} were asked for"
+                f"the target drew {tokens.size} tokens in step {self._step}; {words.num_draws} were asked for"
             )
         return tokens.tolist(), hidden, log_probs[0] if log_probs else None
 
@@ -263,31 +258,32 @@ class Engine:
         lengths = self.scheduler.lengths
         start = 0
         for segment in plan:
-            if segment.draws:
-                drawn = tokens[start : start + segment.draws]
-                segment.accepted = accepted_prefix(segment.sequence.drafts[: segment.num_drafts], drawn)
-                if segment.draws > 1:
-                    lengths.verified(segment.draws - 1, segment.accepted)
+            if draws := segment.draws:
+                drawn = tokens[start : start + draws]
+                start += draws
+                if draws > 1:
+                    segment.accepted = accepted_prefix(segment.sequence.drafts[: draws - 1], drawn)
+                    lengths.verified(draws - 1, segment.accepted)
                 segment.tokens = drawn[: segment.accepted + 1]
-                start += segment.draws
 
     def _commit(self, plan: list[Segment]) -> None:
+        record = self.scheduler.prefixes.record
         for segment in plan:
-            sequence = segment.sequence
-            sequence.num_computed += segment.rows - segment.num_drafts + segment.accepted
+            sequence, num_drafts, accepted = segment.sequence, segment.num_drafts, segment.accepted
+            sequence.num_computed += segment.rows - num_drafts + accepted
             sequence.drafts = []
             if sequence.window is not None:
-                sequence.window.verified(segment.accepted)
+                sequence.window.verified(accepted)
             try:
                 segment.emitted = sequence.emit(segment.tokens)
             except Exception as error:  # of the assembler: this request's own trouble
-                _log.exception("a request's text could not be assembled; it ends")
-                self._end(sequence, InklingError(f"the text could not be assembled: {error!r}"))
+                self._end(sequence, text_error(error))
                 continue
-            segment.log_probs = segment.log_probs[: len(segment.emitted)]
-            self.scheduler.prefixes.record(sequence)
-            sequence.total_draft_tokens += segment.num_drafts
-            sequence.total_accepted_draft_tokens += min(segment.accepted, len(segment.emitted))
+            if segment.log_probs:
+                segment.log_probs = segment.log_probs[: len(segment.emitted)]
+            record(sequence)
+            sequence.total_draft_tokens += num_drafts
+            sequence.total_accepted_draft_tokens += min(accepted, len(segment.emitted))
             if sequence.finish_reason:
                 sequence.num_computed = min(sequence.num_computed, len(sequence.ids))  # not past the cut
                 self._end(sequence)
@@ -304,9 +300,10 @@ class Engine:
         for segment, hidden_row, window in windows:
             if (sequence := segment.sequence).phase is not Phase.RUNNING:  # gave way
                 continue
-            segments += (sequence.slot, hidden_row, segment.first, sequence.num_computed - segment.first)
-            segments += (window.first, window.end, window.depths, window.drafts, window.num_known)
-            ids += sequence.ids[window.first + 1 : window.first + 1 + window.num_known]
+            first, num_known = window.first, window.num_known
+            states = hidden_row, segment.first, sequence.num_computed - segment.first
+            segments += (sequence.slot, *states, *window)
+            ids += sequence.ids[first + 1 : first + 1 + num_known]
             drafting.append((sequence, window.drafts))
         if not drafting:
             return
@@ -321,11 +318,11 @@ class Engine:
                 f"the draft returned {len(drafts)} tokens in step {self._step}; "
                 f"{sum(n for _, n in drafting)} were asked for"
             )
-        start = 0
+        start, record = 0, self.scheduler.prefixes.record
         for sequence, num_drafts in drafting:
             sequence.drafts = drafts[start : start + num_drafts]
             start += num_drafts
-            self.scheduler.prefixes.record(sequence)
+            record(sequence)
 
     def _reply(self, plan: list[Segment]) -> None:
         ready = []
@@ -338,21 +335,12 @@ class Engine:
         if ready:
             self._post(ready)
 
-    def _push(self, sequence: Sequence, emitted: list[int], log_probs: Iterable[TokenLogProb] = ()) -> None:
-        """Puts an increment into the outbox, with the text that may be released."""
-        text, finish_reason = "", sequence.finish_reason
-        if sequence.assembler is not None and (finish_reason or sequence.outbox.stream):
-            try:
-                text = sequence.assembler.finish() if finish_reason else sequence.assembler.take()
-            except Exception as error:
-                _log.exception("a request's text could not be assembled; it ends")
-                self._end(sequence, InklingError(f"the text could not be assembled: {error!r}"))
-                return
-        sequence.cum_log_prob = sum((scored.log_prob for scored in log_probs), sequence.cum_log_prob)
-        is_first = len(emitted) == sequence.num_emitted > 0
-        prompt = sequence.prompt_log_probs if is_first and sequence.request.prompt_log_probs else None
-        counts = sequence.total_draft_tokens, sequence.total_accepted_draft_tokens
-        sequence.outbox.push(emitted, text, finish_reason, *counts, log_probs, sequence.cum_log_prob, prompt)
+    def _push(self, sequence: Sequence, *increment: object) -> None:
+        try:
+            sequence.push(*increment)
+        except Exception as error:  # of the assembler
+            sequence.outbox.fail(text_error(error))
+            self.cancel(sequence)  # which takes it out of the batch
 
     def _post(self, sequences: list[Sequence]) -> None:
         self.sender.post([sequence.outbox for sequence in sequences])
@@ -376,6 +364,8 @@ class Engine:
 
     def _fail_all(self, error: InklingError) -> None:
         """Answers every open request with ``error`` and drops all state."""
+        with suppress(Exception):  # they are answered with an error anyway
+            self._replies.wait()
         with self._changed:
             self.scheduler.reset()
             failed = list(self._open)

@@ -90,7 +90,9 @@ class Segment:
     accepted: int = 0
     tokens: list[int] | tuple[int, ...] = ()  # drawn, up to the first that follows a fallen draft
     emitted: list[int] | tuple[int, ...] = ()  # of those, up to the cut
-    log_probs: list[TokenLogProb] | tuple[TokenLogProb, ...] = ()  # of ``tokens``, where the request wants them
+    log_probs: (
+        list[TokenLogProb] | tuple[TokenLogProb, ...]
+    ) = ()  # of ``tokens``, where the request wants them
 
     @property
     def num_drafts(self) -> int:

@@ -1,7 +1,9 @@
-"""One request while the engine works on it. Touched by the loop thread only."""
+"""One request while the engine works on it. Touched by the loop thread, which has its replies made in another."""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Collection
 from enum import Enum
 
 from inkling.engine.draft_window import DraftWindow
@@ -10,7 +12,10 @@ from inkling.engine.outbox import Assembler, Outbox
 from inkling.engine.pages import SequencePages
 from inkling.engine.prefix_cache import Trail
 from inkling.engine.request import GenerateRequest
+from inkling.errors import InklingError
 from inkling.protocol import SlotOptions
+
+_log = logging.getLogger(__name__)
 
 
 class Phase(Enum):
@@ -139,6 +144,18 @@ class Sequence:
         """Ids that may not be drawn for a position below ``min_position``."""
         return self.request.stop.stop_ids if self.request.stop.min_tokens else frozenset()
 
+    def push(self, emitted: Collection[int] = (), log_probs: Collection[TokenLogProb] = ()) -> None:
+        """Puts an increment into the outbox, with the text that may be released. Raises what the assembler raises."""
+        text, finish_reason = "", self.finish_reason
+        if self.assembler is not None and (finish_reason or self.outbox.stream):
+            text = self.assembler.finish() if finish_reason else self.assembler.take()
+        if log_probs:
+            self.cum_log_prob = sum((scored.log_prob for scored in log_probs), self.cum_log_prob)
+        is_first = len(emitted) == self.num_emitted > 0
+        prompt = self.prompt_log_probs if is_first and self.request.prompt_log_probs else None
+        counts = self.total_draft_tokens, self.total_accepted_draft_tokens
+        self.outbox.push(emitted, text, finish_reason, *counts, log_probs, self.cum_log_prob, prompt)
+
     def emit(self, tokens: list[int]) -> list[int]:
         """Commits ``tokens`` one by one up to the cut, the first token that ends the request; returns those
         kept.
@@ -161,3 +178,9 @@ class Sequence:
             if self.finish_reason:
                 return tokens[:count]
         return tokens
+
+
+def text_error(error: Exception) -> InklingError:
+    """What ends a request whose assembler raised ``error``: its own trouble, nobody else's."""
+    _log.error("a request's text could not be assembled; it ends", exc_info=error)
+    return InklingError(f"the text could not be assembled: {error!r}")

@@ -9,13 +9,11 @@ import codecs
 import math
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 from random import Random
 
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from inkling.engine.loop import Engine
 from inkling.engine.outbox import Outbox
 from inkling.engine.request import GenerateRequest, SamplingParams, StopRules
 from inkling.engine.sequence import Sequence
@@ -138,14 +136,13 @@ def serve(
     outbox = Outbox(reply, stream, 3)
     request, assembler = case.request(MAX_ACCEPTED), case.assembler()
     sequence = Sequence(request, outbox, assembler, max_tokens=case.room, deadline=math.inf)
-    push = partial(Engine._push, None)
     kept, start = [], 0
     for step in range(STREAM):
         size = sizes[min(step, len(sizes) - 1)]
         emitted = sequence.emit(list(case.said[start : start + size]))
         start += size
         kept += emitted
-        push(sequence, emitted)
+        sequence.push(emitted)
         if (sequence.finish_reason or random.random() < 0.5) and (chunk := outbox.drain()):
             reply.send(chunk)
         if sequence.finish_reason:
