@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import cProfile
 import gc
-import os
 import pstats
 import time
 from collections.abc import Hashable
@@ -152,7 +151,6 @@ def main(
     profile: Annotated[int, typer.Option(help="so many functions of the profile of each cell")] = 0,
 ) -> None:
     """Times the host's part of decoding rounds."""
-    os.environ["TRITON_INTERPRET"] = "1"  # no kernel runs, but their modules are imported
     launches = ("cuda_draws.head_draw", "cuda_pass.assign_pages", "cuda_pass.fill_rows")
     with ExitStack() as stack:
         for name in launches:

@@ -165,15 +165,19 @@ _HEADER = 4 + KEY_WORDS  # magic, key, generation, step, previous step; then one
 
 
 @cache
-def _arrays(kind: type) -> list:
-    return [f for f in fields(kind) if f.metadata]
+def _sections(kind: type) -> tuple[list[str], list[int]]:
+    """Names of the array fields and words of a record; 0: a vector."""
+    arrays = [f for f in fields(kind) if f.metadata]
+    return [f.name for f in arrays], [f.metadata["width"] for f in arrays]
 
 
 def pack(message: TargetStep | DraftStep, key: np.ndarray) -> np.ndarray:
     """The CONTROL vector, INT32 [words]. ``key``: INT32 [8], the private key of the run folder."""
-    arrays = [np.ascontiguousarray(getattr(message, f.name), np.int32) for f in _arrays(type(message))]
-    head = [_MAGIC[type(message)], *key, message.generation, message.step, message.previous_step]
-    return np.concatenate([np.array(head + [len(a) for a in arrays], np.int32), *(a.ravel() for a in arrays)])
+    names, _ = _sections(type(message))
+    arrays = [getattr(message, name) for name in names]
+    head = [_MAGIC[type(message)], *key.tolist(), message.generation, message.step, message.previous_step]
+    head = np.array(head + [len(a) for a in arrays], np.int32)
+    return np.concatenate([head, *(a.ravel() for a in arrays if len(a))], dtype=np.int32)
 
 
 def control_key(words: np.ndarray) -> bytes:
@@ -190,19 +194,17 @@ def unpack(kind: type, words: np.ndarray) -> TargetStep | DraftStep:
     """Inverse of ``pack``. Raises ProtocolError on a foreign or truncated vector."""
     if words.size < _HEADER or int(words[0]) != _MAGIC[kind]:
         raise ProtocolError(f"CONTROL of {words.size} words is not a {kind.__name__}")
-    specs = _arrays(kind)
-    start = _HEADER + len(specs)
-    lengths = [int(n) for n in words[_HEADER:start]]
-    widths = [max(1, f.metadata["width"]) for f in specs]
-    if (
-        min(lengths, default=0) < 0
-        or start + sum(n * w for n, w in zip(lengths, widths, strict=True)) != words.size
-    ):
+    names, widths = _sections(kind)
+    start = _HEADER + len(names)
+    *_, generation, step, previous = words[:_HEADER].tolist()
+    lengths = words[_HEADER:start].tolist()
+    sizes = [n * (w or 1) for n, w in zip(lengths, widths, strict=False)]
+    if len(lengths) < len(names) or min(lengths) < 0 or start + sum(sizes) != words.size:
         raise ProtocolError(f"CONTROL of {words.size} words does not hold sections of {lengths} records")
     arrays = {}
-    for spec, length, width in zip(specs, lengths, widths, strict=True):
-        part = words[start : start + length * width]
-        arrays[spec.name] = part.reshape(length, width) if spec.metadata["width"] else part
-        start += length * width
-    generation, step, previous = (int(w) for w in words[1 + KEY_WORDS : _HEADER])
+    for name, length, width, size in zip(names, lengths, widths, sizes, strict=True):
+        if size:  # the default is empty
+            part = words[start : start + size]
+            arrays[name] = part.reshape(length, width) if width else part
+            start += size
     return kind(generation, step, previous, **arrays)

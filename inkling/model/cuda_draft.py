@@ -93,6 +93,7 @@ class CudaDraftRunner:
         self.graphs = StepGraphs(self.stream, self._run_regular, "draft")
         self.clock = StepClock()
         self._sequence_sizes = bucket_sizes(num_slots)
+        self._depth_sizes = bucket_sizes(num_depths) if num_depths else []
 
     def capture(self, report: Report = lambda line: None) -> None:
         """Warms up and captures a graph for every size of a chain whose windows are those of decoding."""
@@ -100,8 +101,9 @@ class CudaDraftRunner:
         keys = [
             ChainKey(sequences, sequences * num_depths * half, depths, has_filters)
             for sequences, half, depths, has_filters in product(
-                reversed(self._sequence_sizes), (2, 1), range(num_depths, 0, -1), (False, True)
+                reversed(self._sequence_sizes), (2, 1), reversed(self._depth_sizes), (False, True)
             )
+            if half == 2 or not has_filters
         ]
         host, empty = self.passes.buffer.host, np.zeros((4, 0), np.int32)
         for name in ("records", "windows_known", "draw_row"):
@@ -163,8 +165,9 @@ class CudaDraftRunner:
         sequences = bucket_of(self._sequence_sizes, len(windows.slots))
         num_depths = len(self.layers)
         if windows.are_chained and longest <= self.passes.max_segment_rows and windows.num_depths:
-            rows = bucket_of((sequences * num_depths, 2 * sequences * num_depths), num_rows)
-            key = ChainKey(sequences, rows, windows.num_depths, has_filters)
+            sizes = (sequences * num_depths, 2 * sequences * num_depths)
+            rows = sizes[1] if has_filters and num_rows <= sizes[1] else bucket_of(sizes, num_rows)
+            key = ChainKey(sequences, rows, bucket_of(self._depth_sizes, windows.num_depths), has_filters)
             if key in self.graphs:
                 return key
         return ChainKey(len(windows.slots), num_rows, windows.num_depths, has_filters)

@@ -65,19 +65,30 @@ class TargetDraws:
             host["draw_min_p"][:count] = options.min_p[slots]
             self._is_ranked = bool(((temperature > 0) & ((top_k > 0) | (top_p < 1))).any())
 
+    @property
+    def num_greedy(self) -> int:
+        """Draws of the step, if all are argmaxes of the logits as they are; else 0."""
+        return 0 if self._wants_logits else len(self._step[0])
+
+    def run_greedy(self, hidden: Tensor, count: int) -> None:
+        """Launches ``count`` draws from rows of ``hidden [T, H]``; those written with row -1 do nothing."""
+        index, drawn, _ = self._views(count)
+        head_draw(hidden, index, self._head, self._mup, None, drawn)
+
     def run(self, hidden: Tensor) -> np.ndarray:
-        """Launches the draws from the states ``hidden [T, H]``; -> scores of the rows whose slot wants them."""
+        """Launches draws that want logits; -> scores of the rows whose slot wants them."""
         count = len(self._step[0])
-        if not count:
-            return _NO_SCORES
-        index, drawn, host_tokens = self._views(count)
-        if self._wants_logits:
-            scores = self._draw_from_logits(hidden, drawn.tokens)
-        else:
-            head_draw(hidden, index, self._head, self._mup, None, drawn)
-            scores = _NO_SCORES
-        host_tokens.copy_(drawn.tokens, non_blocking=True)
-        return scores
+        return self._draw_from_logits(hidden, self._drawn.tokens[:count]) if count else _NO_SCORES
+
+    def copy_tokens(self) -> None:
+        """Launches the copy to the host."""
+        if count := len(self._step[0]):
+            _, drawn, host_tokens = self._views(count)
+            host_tokens.copy_(drawn.tokens, non_blocking=True)
+
+    def pad(self, count: int) -> None:
+        """No rows behind those of the step, up to ``count`` draws. Before the copy to the device."""
+        self._buffer.host["draw_row"][len(self._step[0]) : count] = -1
 
     def tokens(self) -> np.ndarray:
         """Int32 [n], after the stream has been waited for."""

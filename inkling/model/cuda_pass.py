@@ -125,8 +125,9 @@ class CudaPasses:
         if count:
             slot, kind, index, page = records[:, :4].T.astype(np.int64)
             place = self._table_starts[kind] + slot * self._table_widths[kind] + index
-            place, last = np.unique(place[::-1], return_index=True)  # of equal places the last record counts
-            page, count = page[::-1][last], len(place)
+            last = dict(zip(place.tolist(), page.tolist(), strict=True))  # of equal places the last record counts
+            count = len(last)
+            place, page = (np.fromiter(column, np.int64, count) for column in (last.keys(), last.values()))
             if count > _MOST_UPDATES:  # every sequence opened again: not through the buffer
                 at = torch.from_numpy(place).to(self._flat_tables.device)
                 self._flat_tables[at] = torch.from_numpy(page).int().to(at.device)

@@ -7,6 +7,7 @@ out and the one wait for it. Rows lie packed in the order of the step's segments
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +28,14 @@ from inkling.step_clock import StepClock
 from kernels.cuda.norm import embed_norm
 from kernels.cuda.step_inputs import hand_out
 
+_NO_SCORES = np.empty((0, 2), np.int32)
 NUM_OUTPUTS = 2  # the states handed out stay as they are until the next step but one
+
+
+class DrawKey(NamedTuple):
+    """So many greedy draws after a pass."""
+
+    count: int | None
 
 
 class CudaTargetRunner:
@@ -63,6 +71,7 @@ class CudaTargetRunner:
         if outputs is None:
             outputs = torch.zeros(NUM_OUTPUTS, rows, config.hidden_size, dtype=torch.bfloat16, device=device)
         self.outputs = outputs
+        self._states = outputs.flatten(0, 1)  # draws name their rows in all of them
         arrays = {"which_output": (torch.int32, (1,)), **draw_arrays(rows), "ids": (torch.int32, (rows,))}
         self.passes = CudaPasses(
             config, config.layer_is_local, self.slots.tables, max_rows=rows, max_segment_rows=num_draft_tokens + 1,
@@ -72,17 +81,19 @@ class CudaTargetRunner:
             weights.head, config.mup_multiplier, self.slots, self.rules, self.passes.buffer, rows
         )
         self.stream = DeviceStream(device)
-        self.graphs = StepGraphs(self.stream, lambda key: self._run_short(*key, key[0] * key[1]), "target")
+        self.graphs = StepGraphs(self.stream, self._run_key, "target")
         self.clock = StepClock()
         self._sequence_sizes = bucket_sizes(num_slots)
         self._row_sizes = bucket_sizes(num_draft_tokens + 1)
+        self._draw_sizes = bucket_sizes(num_slots * (num_draft_tokens + 1))
         self._which = 0
 
     def capture(self, report: Report = lambda line: None) -> None:
         """Warms up and captures a graph for every size of a step without long segments; 10 to 100 ms each."""
         keys = [(s, r) for s in reversed(self._sequence_sizes) for r in reversed(self._row_sizes)]
+        keys += [DrawKey(count) for count in reversed(self._draw_sizes)]
         host = self.passes.buffer.host
-        host["ids"][:] = -1
+        host["ids"][:] = host["draw_row"][:] = -1
         self.passes.write_segments(*np.zeros((4, 0), np.int32), capacity=len(host["segments"]))
         self.passes.write_pages(np.zeros((0, 5), np.int32))
         with torch.inference_mode():
@@ -104,7 +115,7 @@ class CudaTargetRunner:
         self.slots.begin(message)
         slots, firsts, counts, draws = message.segments.T
         starts = np.cumsum(counts) - counts
-        self._which = (self._which + 1) % len(self.outputs)
+        self._which = message.step % len(self.outputs)  # as the ring of hidden states has it
         hidden = self.outputs[self._which]
         with self.stream():
             self.rules.begin(message)
@@ -112,7 +123,7 @@ class CudaTargetRunner:
             self.passes.write_pages(message.pages)
             self._write_draws(slots, starts, firsts, counts, draws)
             self._run(slots, starts, firsts, counts, message.ids)
-            drawn_scores = self.draws.run(hidden)
+            drawn_scores = self._draw()
             row, ids = message.scores.T
             segment = np.searchsorted(starts, row, side="right") - 1
             prompt_scores = self.draws.score_prompt(hidden, row, ids, slots[segment]) if len(row) else None
@@ -128,7 +139,28 @@ class CudaTargetRunner:
         segment = np.repeat(np.arange(len(slots)), draws)
         nth = np.arange(len(segment)) - (np.cumsum(draws) - draws)[segment]
         offset = (counts - draws)[segment] + nth
-        self.draws.write(starts[segment] + offset, slots[segment], firsts[segment] + offset + 1)
+        rows = starts[segment] + offset + self._which * self.outputs.shape[1]
+        self.draws.write(rows, slots[segment], firsts[segment] + offset + 1)
+        if size := bucket_of(self._draw_sizes, len(rows)):
+            self.draws.pad(size)
+
+    def _draw(self) -> np.ndarray:
+        """After ``_run``; -> scores of the rows whose slot wants them."""
+        scores, count = _NO_SCORES, self.draws.num_greedy
+        if not count:
+            scores = self.draws.run(self._states)
+        elif (key := DrawKey(bucket_of(self._draw_sizes, count))) in self.graphs:
+            self.graphs.replay(key)
+        else:
+            self.draws.run_greedy(self._states, count)
+        self.draws.copy_tokens()
+        return scores
+
+    def _run_key(self, key: tuple[int, int] | DrawKey) -> None:
+        if isinstance(key, DrawKey):
+            self.draws.run_greedy(self._states, key.count)
+        else:
+            self._run_short(*key, key[0] * key[1])
 
     def _run(
         self, slots: np.ndarray, starts: np.ndarray, firsts: np.ndarray, counts: np.ndarray, ids: np.ndarray
