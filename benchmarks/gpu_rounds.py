@@ -204,7 +204,6 @@ def main(
     cell_seconds: Annotated[float, typer.Option(help="limit of the timed rounds of one cell")] = 3.0,
     minutes: Annotated[float, typer.Option(help="no cell starts later than this")] = 6.0,
     table: Annotated[Path, typer.Option(help="CSV file the rows are appended to")] = Path("gpu_rounds.csv"),
-    verbose: Annotated[bool, typer.Option(help="a line for every graph")] = False,
 ) -> None:
     """Times rounds at every batch and number of drafts and appends the rows to a table."""
     if not torch.cuda.is_available():
@@ -221,9 +220,8 @@ def main(
     lengths = [int(number) for number in drafts.split(",")]
     runners = Runners(checkpoint, max(lengths), max(sizes), context + 1024, rows)
     runners.load()
-    report = say if verbose else (lambda line: say(line) if " graphs in " in line else None)
     for runner in filter(None, (runners.target, runners.draft)):
-        runner.capture(report)
+        runner.capture(say)
     say(f"with graphs: {torch.cuda.memory_reserved() / 1e9:.2f} GB reserved")
     for batch, num_drafts in product(sizes, lengths):
         if time.monotonic() > deadline:

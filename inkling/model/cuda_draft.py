@@ -97,13 +97,12 @@ class CudaDraftRunner:
 
     def capture(self, report: Report = lambda line: None) -> None:
         """Warms up and captures a graph for every size of a chain whose windows are those of decoding."""
-        num_depths = len(self.layers)
         keys = [
-            ChainKey(sequences, sequences * num_depths * half, depths, has_filters)
-            for sequences, half, depths, has_filters in product(
-                reversed(self._sequence_sizes), (2, 1), reversed(self._depth_sizes), (False, True)
+            ChainKey(sequences, rows, depths, has_filters)
+            for sequences, depths, has_filters in product(
+                reversed(self._sequence_sizes), reversed(self._depth_sizes), (False, True)
             )
-            if half == 2 or not has_filters
+            for rows in reversed(self._row_sizes(sequences, has_filters))
         ]
         host, empty = self.passes.buffer.host, np.zeros((4, 0), np.int32)
         for name in ("records", "windows_known", "draw_row"):
@@ -160,13 +159,17 @@ class CudaDraftRunner:
             has_short = int(windows.counts.min()) <= self.passes.max_segment_rows
             self._run_chain(key, rows, self.passes.mixed(rows, tiles, has_short), windows.has_draws)
 
+    def _row_sizes(self, sequences: int, has_filters: bool) -> list[int]:
+        """Rows of chains for ``sequences``: a window that drafts in all D depths has D entries, or D + 1 when all of
+        the last drafts stood; others have more. Draws with filters cost so much that few rows less save nothing."""
+        sizes = {sequences * (len(self.layers) + 1), sequences * self.passes.max_segment_rows}
+        return sorted(sizes)[-1:] if has_filters else sorted(sizes)
+
     def _graph_key(self, windows: _Windows, num_rows: int, longest: int, has_filters: bool) -> ChainKey:
         """The graph that holds the step where there is one, else the step's own size."""
         sequences = bucket_of(self._sequence_sizes, len(windows.slots))
-        num_depths = len(self.layers)
         if windows.are_chained and longest <= self.passes.max_segment_rows and windows.num_depths:
-            sizes = (sequences * num_depths, 2 * sequences * num_depths)
-            rows = sizes[1] if has_filters and num_rows <= sizes[1] else bucket_of(sizes, num_rows)
+            rows = bucket_of(self._row_sizes(sequences, has_filters), num_rows)
             key = ChainKey(sequences, rows, bucket_of(self._depth_sizes, windows.num_depths), has_filters)
             if key in self.graphs:
                 return key
