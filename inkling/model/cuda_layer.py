@@ -84,6 +84,12 @@ class CudaLayer:
             *((None, None) if is_dense else mlp.shared_as_one()),
         )  # fmt: skip
 
+    def product_shapes(self) -> list[tuple[int, int]]:
+        """(N, K) of the weights that whole passes are multiplied with."""
+        attn, mlp = self.weights.attn, self.weights.mlp
+        others = (mlp.w13, mlp.w2) if isinstance(mlp, DenseWeights) else (mlp.gate, self.shared_w13, self.shared_w2)
+        return [tuple(weight.shape) for weight in (attn.qkvr, attn.o, *others)]
+
     def forward(
         self, x: Tensor, normed: Tensor, cache: LayerCache, batch: CudaPass, next_norm: Tensor | None = None
     ) -> None:

@@ -161,6 +161,16 @@ class CudaPasses:
             counts[kind] = len(tiles)
         return counts
 
+    def write_prompt(self, num_rows: int) -> dict[Kind, int]:
+        """A pass of ``num_rows`` rows in segments as long as they can be, for a run that nobody reads: where no page
+        is held, rows land in the null page. -> number of tiles per kind."""
+        segments = np.arange(-(-num_rows // self.max_keys))
+        starts = segments * self.max_keys
+        counts = np.minimum(self.max_keys, num_rows - starts)
+        self.write_segments(segments, starts, 0 * starts, counts, len(segments))
+        self.write_pages(np.zeros((0, 5), np.int32))
+        return self.write_tiles(len(segments))
+
     # On the device, after the copy.
 
     def begin(self, num_segments: int, num_rows: int) -> Rows:

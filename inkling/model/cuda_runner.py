@@ -6,6 +6,7 @@ out and the one wait for it. Rows lie packed in the order of the step's segments
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ from inkling.model.weights import TargetWeights
 from inkling.protocol import Kind, TargetStep, unpack
 from inkling.step_clock import StepClock
 from kernels.cuda.norm import embed_norm
+from kernels.cuda.router import launch_sizes
 from kernels.cuda.step_inputs import hand_out
 
 _NO_SCORES = np.empty((0, 2), np.int32)
@@ -100,6 +102,28 @@ class CudaTargetRunner:
             self.passes.buffer.upload("ids", len(host["ids"]))
             torch.cuda.synchronize()
             self.graphs.capture(keys, report)
+            began = time.monotonic()
+            self.warm_prompts()
+            report(f"target: prompt kernels ready in {time.monotonic() - began:.1f} s")
+
+    def warm_prompts(self) -> None:
+        """Runs a prompt for every choice of launches, so that they compile and load before a request needs them.
+
+        While no slot is open: the rows land in the null page.
+        """
+        host, weights = self.passes.buffer.host, [p for layer in self.layers for p in layer.product_shapes()]
+        longest = min(len(host["ids"]), self.passes.num_slots * self.passes.max_keys)
+        experts = self.config.num_experts, self.config.num_experts_per_token
+        with self.stream():
+            for num_rows in launch_sizes(tuple(sorted(set(weights))), experts, longest):
+                if num_rows <= self.passes.max_segment_rows:
+                    continue  # a graph's
+                tiles = self.passes.write_prompt(num_rows)
+                host["ids"][:num_rows] = 0
+                self.passes.buffer.upload("ids", num_rows)
+                rows = self.passes.begin(-(-num_rows // self.passes.max_keys), num_rows)
+                self._run_layers(self.passes.mixed(rows, tiles, False), num_rows)
+            self.stream.synchronize()
 
     def step(self, control: np.ndarray) -> tuple[np.ndarray, Tensor]:
         """CONTROL (TargetStep) -> drawn tokens int32 [draws], hidden states bf16 [T, H] on the device.

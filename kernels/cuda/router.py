@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.cuda.compile import Serving
+from kernels.cuda.configs import product_config
 from kernels.cuda.weight_tiles import begin_launch
 
 DIRECT_ROWS = 16  # up to these no grouping is launched
@@ -110,6 +111,17 @@ def tile_rows(num_pairs: int, num_experts: int) -> int:
     """Rows of a tile: few waste nothing on small groups, many read a large group's weights once."""
     mean = num_pairs / num_experts
     return 16 if mean <= 8 else 32 if mean <= 20 else 64 if mean <= 80 else 128
+
+
+def launch_sizes(products: tuple[tuple[int, int], ...], experts: tuple[int, int], most: int) -> list[int]:
+    """Row counts up to ``most``, one for each set of kernels that a pass launches. ``products``: (N, K) of its
+    weights; ``experts``: their number and those of a row."""
+    (num_experts, top_k), sizes = experts, {}
+    for rows in range(1, most + 1):
+        pairs = triton.next_power_of_2(rows * top_k) if rows <= DIRECT_ROWS else 0
+        configs = tuple(product_config(n, k, rows) for n, k in products)
+        sizes.setdefault((configs, pairs, tile_rows(rows * top_k, num_experts)), rows)
+    return list(sizes.values())
 
 
 def allocate_groups(

@@ -188,3 +188,18 @@ def test_a_foreign_generation_and_a_gap_are_refused(models):
     for message, error in ((foreign, GenerationError), (gap, StepGapError)):
         with pytest.raises(error):
             models.target.step(message)
+
+
+def test_prompts_run_while_no_slot_is_open_change_no_token(checkpoint, device, models):
+    """What serving compiles before its first request leaves nothing behind but the null page."""
+    from tests.cuda.cuda_models import CudaModels
+
+    warm = CudaModels(checkpoint, device, **SETTINGS | {"max_tokens_per_step": 17})
+    sizes: list[int] = []
+    run_layers = warm.target._run_layers
+    warm.target._run_layers = lambda batch, num_rows: (sizes.append(num_rows), run_layers(batch, num_rows))
+    with torch.inference_mode():
+        warm.target.warm_prompts()
+    assert max(sizes) == 17 and len(sizes) == len(set(sizes)) > 1, sizes
+    request = GenerateRequest(tuple(IDS[:6]), SamplingParams(), StopRules(2))
+    assert generate(warm.engine(), [request])[0].ids == generate(models.engine(), [request])[0].ids
