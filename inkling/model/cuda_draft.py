@@ -9,6 +9,7 @@ The draft need not be row-exact: its bits never reach an answer.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from itertools import product
 from typing import NamedTuple
@@ -30,6 +31,7 @@ from kernels.cuda.draft_rows import depth_ids, keep_states, window_states
 from kernels.cuda.head import Drawn, Noise, allocate_drawn, head_draw, head_logits
 from kernels.cuda.norm import dual_norm_cat, rms_norm
 from kernels.cuda.products import linear
+from kernels.cuda.router import launch_sizes
 from kernels.cuda.rows_meta import Rows
 from kernels.cuda.sampling import sample
 from kernels.sampling import SamplingRows
@@ -114,6 +116,29 @@ class CudaDraftRunner:
             self.passes.buffer.upload("ids", len(host["ids"]))
             torch.cuda.synchronize()
             self.graphs.capture(keys, report)
+            began = time.monotonic()
+            self.warm_prompts()
+            report(f"draft: prompt kernels ready in {time.monotonic() - began:.1f} s")
+
+    def warm_prompts(self) -> None:
+        """As the target's: windows of every choice of launches, which take their states from the rings."""
+        host, num_depths = self.passes.buffer.host, len(self.layers)
+        weights = {shape for layer in self.layers for shape in layer.product_shapes()}
+        weights |= {tuple(depth.input_proj.shape) for depth in self.weights.depths}
+        experts = self.config.num_experts, self.config.num_experts_per_token
+        longest = min(self.passes.max_rows, self.passes.num_slots * self.passes.max_keys)
+        host["records"][:] = (-1, 0, np.iinfo(np.int32).max, 0)  # no new states, nor any to keep
+        host["windows_known"][:] = 0
+        with self.stream():
+            for num_rows in launch_sizes(tuple(sorted(weights)), experts, longest):
+                if num_rows <= self.passes.max_segment_rows:
+                    continue  # a graph's
+                tiles, sequences = self.passes.write_prompt(num_rows), -(-num_rows // self.passes.max_keys)
+                self.passes.buffer.upload("ids", 0)
+                rows = self.passes.begin(sequences, num_rows)
+                key = ChainKey(sequences, num_rows, num_depths, False)
+                self._run_chain(key, rows, self.passes.mixed(rows, tiles, False), False)
+            self.stream.synchronize()
 
     @torch.inference_mode()
     def step(self, control: np.ndarray, hidden: Tensor) -> np.ndarray:

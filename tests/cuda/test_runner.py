@@ -198,8 +198,15 @@ def test_prompts_run_while_no_slot_is_open_change_no_token(checkpoint, device, m
     sizes: list[int] = []
     run_layers = warm.target._run_layers
     warm.target._run_layers = lambda batch, num_rows: (sizes.append(num_rows), run_layers(batch, num_rows))
+    chains: list[int] = []
+    run_chain, most = warm.draft._run_chain, warm.draft.passes.max_rows  # its rings lend 4 x 33 rows
+    warm.draft.passes.max_rows = 17
+    warm.draft._run_chain = lambda key, *rest: (chains.append(key.rows), run_chain(key, *rest))
     with torch.inference_mode():
         warm.target.warm_prompts()
+        warm.draft.warm_prompts()
+    warm.draft.passes.max_rows = most
+    assert max(chains) == 17 and not warm.draft.ring.any()
     assert max(sizes) == 17 and len(sizes) == len(set(sizes)) > 1, sizes
-    request = GenerateRequest(tuple(IDS[:6]), SamplingParams(), StopRules(2))
+    request = GenerateRequest(tuple(IDS[:6]), SamplingParams(), StopRules(3), num_draft_tokens=2)
     assert generate(warm.engine(), [request])[0].ids == generate(models.engine(), [request])[0].ids
