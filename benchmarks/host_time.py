@@ -56,7 +56,7 @@ def load(checkpoint: Path) -> tuple[Deployment, list]:
 
     values = {
         "checkpoint": str(checkpoint), "dtype": "bfloat16", "num_draft_tokens": MOST_DRAFTS, "max_context": CONTEXT,
-        "max_running_sequences": SLOTS, "max_tokens_per_step": 2048,
+        "max_running_sequences": SLOTS, "max_tokens_per_step": 2048, "draft_length": "fixed",
     }  # fmt: skip
     deployment = Deployment.of(Settings.from_values(values))
     config, options = deployment.config, {"dtype": torch.bfloat16, "device": "cpu"}
