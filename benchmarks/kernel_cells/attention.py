@@ -198,17 +198,18 @@ def _cell(
 
 def _free_cells() -> list[Cell]:
     """Other segments, which a kernel that need not be row-exact could take by shape: the ratio is exactness' cost."""
-    found, tried = [], _tried(SMALL_FULL.config)
+    found, base = [], SMALL_FULL.config
     shapes = ((64, 8192, 1), (1, 8192, 1), (64, 8192, 5), (1, 2048, 2048))
     for sequences, keys, rows in shapes:
         is_prompt = rows == keys
         bound = "cost <= 1.15" if is_prompt else "cost <= 1.05"
-        for name in ("128 / 128", "128 / 64", "512 / 64"):
+        for segment in (128, 512):
+            config = replace(base, segment=segment)
             run = partial(
-                _build, SMALL_FULL, sequences, keys, rows, bound, is_prompt, **tried[name], beside_table=True
+                _build, SMALL_FULL, sequences, keys, rows, bound, is_prompt, config, beside_table=True
             )
             what = f"{sequences} x {keys} keys, {rows} rows, 32/8 x 128 full"
-            found.append(Cell("attention free", what, run, configuration=name))
+            found.append(Cell("attention free", what, run, configuration=f"{segment} / {base.block_keys}"))
     return found
 
 
