@@ -41,7 +41,9 @@ class LocalModels:
     """Target and depths of one checkpoint, loaded once; engines of any setting take turns on them."""
 
     def __init__(self, checkpoint: Path | str, **settings: object):
-        self.deployment = Deployment.of(Settings.from_values({"checkpoint": str(checkpoint), "draft_length": "fixed", **settings}))
+        self.deployment = Deployment.of(
+            Settings.from_values({"checkpoint": str(checkpoint), "draft_length": "fixed", **settings})
+        )
         layout, device = self.deployment.shared_layout, self.deployment.device
         block = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device)
         shared, ring = layout.of_block(block)

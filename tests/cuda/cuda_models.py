@@ -27,7 +27,7 @@ class CudaModels(LocalModels):
     """``LocalModels`` on ``device``, in bf16; graphs are captured when ``capture`` is called."""
 
     def __init__(self, checkpoint: Path | str, device: str, **settings: object):
-        values = {"checkpoint": str(checkpoint), "dtype": "bfloat16", **settings}
+        values = {"checkpoint": str(checkpoint), "dtype": "bfloat16", "draft_length": "fixed", **settings}
         self.deployment = deployment = Deployment.of(Settings.from_values(values))
         config, depths = deployment.config, deployment.num_draft_tokens
         load = {"dtype": deployment.dtype, "device": device}

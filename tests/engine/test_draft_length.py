@@ -175,7 +175,7 @@ def test_auto_is_a_deployment_setting() -> None:
     from inkling.errors import SettingsError
     from inkling.settings import Settings
 
-    assert EngineLimits.of(Settings("x", draft_length="auto"), 64, 3).auto_draft_length
-    assert not EngineLimits.of(Settings("x"), 64, 3).auto_draft_length
+    assert EngineLimits.of(Settings("x"), 64, 3).auto_draft_length
+    assert not EngineLimits.of(Settings("x", draft_length="fixed"), 64, 3).auto_draft_length
     with pytest.raises(SettingsError, match="fixed or auto"):
         Settings("x", draft_length="some")
