@@ -24,7 +24,8 @@ PROMPTS = [tuple(range(3, 3 + length)) for length in (1, 5, 40, 30)]
 
 
 def settings_of(checkpoint: Path, **settings: object) -> Settings:
-    values = {"threads": 1, "max_context": 64, "max_tokens_per_step": 32, "max_running_sequences": 4}
+    values = {"threads": 1, "draft_length": "fixed", "max_context": 64, "max_tokens_per_step": 32}
+    values |= {"max_running_sequences": 4}
     return Settings(str(checkpoint), **values | settings)
 
 
