@@ -16,11 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.cuda.compile import Serving
+from kernels.cuda.early_launch import begin_launch
 from kernels.cuda.router import Groups, direct_tile, grouped_tile
 from kernels.cuda.swiglu import silu_mul
 from kernels.cuda.weight_tiles import (
     TileConfig,
-    begin_launch,
     load_rows,
     load_weights,
     row_pointers,

@@ -5,7 +5,7 @@
 
 ``kernels.mlp`` holds the reference. A pair is ``row * k + slot``. Padding rows choose expert -1 and join no group.
 
-``early`` (programmatic dependent launch): the kernel is launched while the one before it still runs.
+``early``: see ``kernels.cuda.early_launch``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kernels.cuda.compile import Serving
 from kernels.cuda.configs import product_config
-from kernels.cuda.weight_tiles import begin_launch
+from kernels.cuda.early_launch import begin_launch
 
 DIRECT_ROWS = 16  # up to these no grouping is launched
 
@@ -35,14 +35,15 @@ def _choose_kernel(
     E: tl.constexpr, S: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_A: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    begin_launch(EARLY)
     row = tl.program_id(0).to(tl.int64)
     expert, active = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_A)
+    b_bias = tl.load(bias + expert, mask=expert < E, other=0.0)
+    begin_launch(EARLY)
     if tl.load(row_slot + row) < 0:
         tl.store(chosen + row * TOP_K + active, tl.full((BLOCK_A,), -1, tl.int32), mask=active < TOP_K)
         return
     logit = tl.load(logits + row * (E + S) + expert, mask=expert < E, other=0.0)
-    score = 1.0 / (1.0 + tl.exp(-logit)) + tl.load(bias + expert, mask=expert < E, other=0.0)
+    score = 1.0 / (1.0 + tl.exp(-logit)) + b_bias
     score = tl.where(expert < E, score, float("-inf"))
     is_active = active < TOP_K + S
     is_shared = is_active & (active >= TOP_K)
