@@ -20,7 +20,7 @@ from inkling.model.weights import DenseWeights, LayerWeights
 from kernels.cuda.attention_inputs import LayerGeometry, attention_inputs
 from kernels.cuda.bank_order import bank_width
 from kernels.cuda.early_launch import WHOLE
-from kernels.cuda.experts import combine_slots, down, gate_up
+from kernels.cuda.experts import SharedExperts, combine_slots, down, gate_up
 from kernels.cuda.products import linear
 from kernels.cuda.relative_attention import Heads, SegmentParts, decode_attention
 from kernels.cuda.relative_attention_prompt import prompt_attention
@@ -29,6 +29,8 @@ from kernels.cuda.rows_meta import Rows
 from kernels.cuda.short_conv import short_conv_add_norm
 from kernels.cuda.swiglu import swiglu
 
+SHARED_ROWS = 32  # of a pass whose shared experts are computed beside the routed ones
+DOWN_AHEAD = 512  # elements of K, of 1536 or more, that the routed experts' second product asks for
 EARLY_ROWS = 64  # of a pass whose kernels are launched early
 
 
@@ -158,11 +160,13 @@ class CudaLayer:
         group_pairs(chosen, num_experts, groups, early)
         act = m.new_empty(num_rows * self.num_chosen, mlp.w2.shape[2])
         slots = m.new_empty(num_rows, self.num_chosen, m.shape[1])
-        gate_up(m, mlp.w13, chosen, groups, act, early=early)
-        down(act, mlp.w2, chosen, groups, slots, early=early)
-        shared = m.new_empty(num_rows, self.shared_w2.shape[1])
-        shared = swiglu(linear(m, self.shared_w13, ahead=ahead), shared, gamma, num_shared, early)
-        shared = linear(shared, self.shared_w2, ahead=ahead)
+        shared = SharedExperts(self.shared_w13, gamma, m.new_empty(num_rows, self.shared_w2.shape[1]))
+        beside = shared if num_rows <= SHARED_ROWS else None  # two ways to the same bits
+        if beside is None:
+            swiglu(linear(m, shared.w13, segments=1, ahead=ahead), shared.act, gamma, num_shared, early)
+        gate_up(m, mlp.w13, chosen, groups, act, early=early, shared=beside, ahead=ahead or 0)
+        down(act, mlp.w2, chosen, groups, slots, early=early, ahead=min(ahead or 0, DOWN_AHEAD))
+        shared = linear(shared.act, self.shared_w2, ahead=ahead)
         out = torch.empty_like(m)
         combine_slots(slots, chosen, gamma, shared, out, early)
         return out

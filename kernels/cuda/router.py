@@ -142,14 +142,14 @@ def allocate_groups(
 
 
 @triton.jit
-def direct_tile(chosen, num_pairs, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
-    """-> expert, pairs [BLOCK_N] and which of them exist, of this program's tile; expert -1: an earlier tile has it.
+def direct_tile(chosen, tile, num_pairs, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+    """-> expert, pairs [BLOCK_N] and which of them exist, of ``tile``; expert -1: an earlier tile has it.
 
     No expert has more than BLOCK_N pairs. The pairs are in ascending order.
     """
-    tile, pair = tl.program_id(1), tl.arange(0, BLOCK_P)
-    expert = tl.load(chosen + tile)
-    is_mine = tl.load(chosen + pair, mask=pair < num_pairs, other=-1) == expert
+    pair = tl.arange(0, BLOCK_P)
+    expert = tl.load(chosen + tile, cache_modifier=".cg")  # a program may ask before it waits, and find old lines in L1
+    is_mine = tl.load(chosen + pair, mask=pair < num_pairs, other=-1, cache_modifier=".cg") == expert
     rank = tl.cumsum(is_mine.to(tl.int32), 0) - 1
     taken = is_mine[:, None] & (rank[:, None] == tl.arange(0, BLOCK_N)[None, :])
     pairs = tl.sum(tl.where(taken, pair[:, None], 0), 0)
@@ -158,15 +158,13 @@ def direct_tile(chosen, num_pairs, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr)
 
 
 @triton.jit
-def grouped_tile(order, tiles, BLOCK_N: tl.constexpr):
-    """-> expert, pairs [BLOCK_N] and which of them exist, of this program's tile; expert -1: unused."""
-    entry = tiles + tl.program_id(1) * 3
-    held = tl.arange(0, BLOCK_N) < tl.load(entry + 2)
-    return (
-        tl.load(entry),
-        tl.load(order + tl.load(entry + 1) + tl.arange(0, BLOCK_N), mask=held, other=0),
-        held,
-    )
+def grouped_tile(order, tiles, tile, BLOCK_N: tl.constexpr):
+    """-> expert, pairs [BLOCK_N] and which of them exist, of ``tile``; expert -1: unused."""
+    entry = tiles + tile * 3
+    held = tl.arange(0, BLOCK_N) < tl.load(entry + 2, cache_modifier=".cg")
+    places = order + tl.load(entry + 1, cache_modifier=".cg") + tl.arange(0, BLOCK_N)
+    pairs = tl.load(places, mask=held, other=0, cache_modifier=".cg")
+    return tl.load(entry, cache_modifier=".cg"), pairs, held
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
