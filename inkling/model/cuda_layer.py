@@ -69,6 +69,7 @@ class CudaLayer:
     shared_w13: Tensor | None  # [S*2f, H]
     shared_w2: Tensor | None  # [H, S*f]
     ahead: int | None = WHOLE  # what early products ask for (``linear``); None: nothing is launched early
+    shared_rows: int = SHARED_ROWS  # up to so many rows; more have a product of their own, with the same bits
 
     @classmethod
     def build(
@@ -161,7 +162,7 @@ class CudaLayer:
         act = m.new_empty(num_rows * self.num_chosen, mlp.w2.shape[2])
         slots = m.new_empty(num_rows, self.num_chosen, m.shape[1])
         shared = SharedExperts(self.shared_w13, gamma, m.new_empty(num_rows, self.shared_w2.shape[1]))
-        beside = shared if num_rows <= SHARED_ROWS else None  # two ways to the same bits
+        beside = shared if num_rows <= self.shared_rows else None
         if beside is None:
             swiglu(linear(m, shared.w13, segments=1, ahead=ahead), shared.act, gamma, num_shared, early)
         gate_up(m, mlp.w13, chosen, groups, act, early=early, shared=beside, ahead=ahead or 0)
