@@ -19,6 +19,7 @@ from inkling.model.cache import LayerCache
 from inkling.model.weights import DenseWeights, LayerWeights
 from kernels.cuda.attention_inputs import LayerGeometry, attention_inputs
 from kernels.cuda.bank_order import bank_width
+from kernels.cuda.configs import FEW_ROWS, SHARED_ROWS
 from kernels.cuda.early_launch import WHOLE
 from kernels.cuda.experts import SharedExperts, combine_slots, down, gate_up
 from kernels.cuda.products import linear
@@ -29,9 +30,7 @@ from kernels.cuda.rows_meta import Rows
 from kernels.cuda.short_conv import short_conv_add_norm
 from kernels.cuda.swiglu import swiglu
 
-SHARED_ROWS = 32  # of a pass whose shared experts are computed beside the routed ones
 DOWN_AHEAD = 512  # elements of K, of 1536 or more, that the routed experts' second product asks for
-EARLY_ROWS = 64  # of a pass whose kernels are launched early
 
 
 @dataclass
@@ -110,7 +109,7 @@ class CudaLayer:
         w, eps = self.weights, self.geometry.eps
         keep = self.geometry.keep_after
         conv = (batch.rows, batch.conv_pages, batch.conv_page_size, keep)
-        ahead = self.ahead if x.is_cuda and len(x) <= EARLY_ROWS else None
+        ahead = self.ahead if x.is_cuda and len(x) <= FEW_ROWS else None
         early = ahead is not None
         out = self._attention(normed, cache, batch, ahead)
         short_conv_add_norm(

@@ -330,6 +330,8 @@ SERVING = [
     *_serving(2048, 1536, 6, 16, 128, early=True, num_shared=2),
     *_serving(2048, 1536, 6, 16, early=True, num_shared=2),
     *_serving(4096, 2048, 6, 16, 128, early=True, num_shared=2),
-    Serving("combine H 4096", _combine_kernel, _COMBINE,
-            {"H": 4096, "S": 2, "TOP_K": 6, "BLOCK_H": _BLOCK_H, "EARLY": False}, options={"enable_fp_fusion": False}),
+    *(Serving(f"combine H 4096{', early' * early}", _combine_kernel, _COMBINE,
+              {"H": 4096, "S": 2, "TOP_K": 6, "BLOCK_H": _BLOCK_H, "EARLY": early},
+              options={"enable_fp_fusion": False, "launch_pdl": early})
+      for early in (False, True)),
 ]  # fmt: skip

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.cuda.compile import Serving
-from kernels.cuda.configs import product_config
+from kernels.cuda.configs import FEW_ROWS, SHARED_ROWS, product_config
 from kernels.cuda.early_launch import begin_launch
 
 DIRECT_ROWS = 16  # up to these no grouping is launched
@@ -47,13 +47,14 @@ def _choose_kernel(
     score = tl.where(expert < E, score, float("-inf"))
     is_active = active < TOP_K + S
     is_shared = is_active & (active >= TOP_K)
-    active_logit = tl.load(logits + row * (E + S) + E + active - TOP_K, mask=is_shared, other=0.0)
+    picked = tl.where(is_shared, E + active - TOP_K, 0)
     for slot in tl.static_range(TOP_K):
         is_best = score == tl.max(score, 0)
         best = tl.min(tl.where(is_best, expert, E - 1), 0)  # NaN scores must not lead out of the weights
-        active_logit = tl.where(active == slot, tl.sum(tl.where(expert == best, logit, 0.0), 0), active_logit)
+        picked = tl.where(active == slot, best, picked)
         score = tl.where(expert == best, float("-inf"), score)
-        tl.store(chosen + row * TOP_K + slot, best)
+    tl.store(chosen + row * TOP_K + active, picked, mask=active < TOP_K)
+    active_logit = tl.load(logits + row * (E + S) + picked, mask=is_active, other=0.0)
     log_sigmoid = tl.minimum(active_logit, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(active_logit)))
     log_sigmoid = tl.where(is_active, log_sigmoid, float("-inf"))
     share = tl.exp(log_sigmoid - tl.max(log_sigmoid, 0))
@@ -121,7 +122,8 @@ def launch_sizes(products: tuple[tuple[int, int], ...], experts: tuple[int, int]
     for rows in range(1, most + 1):
         pairs = triton.next_power_of_2(rows * top_k) if rows <= DIRECT_ROWS else 0
         configs = tuple(product_config(n, k, rows) for n, k in products)
-        sizes.setdefault((configs, pairs, tile_rows(rows * top_k, num_experts)), rows)
+        limits = rows <= SHARED_ROWS, rows <= FEW_ROWS
+        sizes.setdefault((configs, pairs, tile_rows(rows * top_k, num_experts), limits), rows)
     return list(sizes.values())
 
 
@@ -227,12 +229,14 @@ def _serving(num_experts: int, num_shared: int, top_k: int) -> list[Serving]:
         f"choose {num_experts}+{num_shared} top {top_k}", _choose_kernel,
         {"logits": "*fp32", "bias": "*fp32", "row_slot": "*i32", "chosen": "*i32", "gamma": "*fp32", "scale": "fp32"},
         {"E": num_experts, "S": num_shared, "TOP_K": top_k, "BLOCK_E": triton.next_power_of_2(num_experts),
-         "BLOCK_A": triton.next_power_of_2(top_k + num_shared), "EARLY": False}, num_warps=1,
+         "BLOCK_A": triton.next_power_of_2(top_k + num_shared), "EARLY": True}, num_warps=1,
+        options={"launch_pdl": True},
     )  # fmt: skip
     signature = {"chosen": "*i32", "order": "*i32", "tiles": "*i32", "num_pairs": "i32", "num_tiles": "i32"}
     groups = [
         Serving(f"group {num_experts} in tiles of {rows}, {block} pairs", _group_kernel, signature,
-                {"E": num_experts, "TILE_ROWS": rows, "BLOCK_E": block_e, "BLOCK_P": block, "EARLY": False})
+                {"E": num_experts, "TILE_ROWS": rows, "BLOCK_E": block_e, "BLOCK_P": block, "EARLY": rows == 16},
+                options={"launch_pdl": rows == 16})
         for rows, block in ((16, 128), (16, 512), (64, 512))
     ]  # fmt: skip
     return [choose, *groups]

@@ -250,7 +250,7 @@ def serving(width: int, has_norm: bool, config: ConvConfig) -> Serving:
     values |= {"HAS_NORM": has_norm, "PAGE_SIZE": 16, "STAGES": config.stages, **constants(width, config)}
     others = options(config)
     warps = others.pop("num_warps")
-    name = f"short_conv_add{'_norm' * has_norm} {width}, {config.rows} rows"
+    name = f"short_conv_add{'_norm' * has_norm} {width}, {config.rows} rows{', early' * config.is_early}"
     return Serving(
         name, _conv_add_kernel, pointers | normed | rows | numbers, values, num_warps=warps, options=others
     )
@@ -262,3 +262,4 @@ SERVING = [
     for has_norm in (True, False)
     for num_rows in (1, MANY_ROWS)
 ]
+SERVING += [serving(2048, True, replace(conv_config(2048, 1), is_early=True))]
