@@ -24,7 +24,7 @@ from benchmarks.kernel_cells.cell import Built, Cell
 from benchmarks.results import append_rows, git_commit
 
 TABLE = Path(__file__).with_suffix(".csv")
-PARTS = ("rows", "products", "attention", "experts")
+PARTS = ("rows", "products", "attention", "experts", "layers")
 START_S = 60  # a child's start: imports, the CUDA context, the cells
 
 

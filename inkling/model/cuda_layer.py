@@ -2,6 +2,9 @@
 
 A residual add and the norm after it are one kernel, so a layer takes the normed input beside the residual stream and
 leaves the normed input of whatever follows. Every operation is row-exact, so the layer is.
+
+In a pass of few rows most of the time is latency: there every kernel is launched early (``kernels.cuda.early_launch``),
+and products ask for their weights while those before them leave the memory idle.
 """
 
 from __future__ import annotations
@@ -16,7 +19,9 @@ from inkling.model.cache import LayerCache
 from inkling.model.weights import DenseWeights, LayerWeights
 from kernels.cuda.attention_inputs import LayerGeometry, attention_inputs
 from kernels.cuda.bank_order import bank_width
-from kernels.cuda.experts import combine_slots, down, gate_up
+from kernels.cuda.configs import FEW_ROWS, SHARED_ROWS
+from kernels.cuda.early_launch import WHOLE
+from kernels.cuda.experts import SharedExperts, combine_slots, down, gate_up
 from kernels.cuda.products import linear
 from kernels.cuda.relative_attention import Heads, SegmentParts, decode_attention
 from kernels.cuda.relative_attention_prompt import prompt_attention
@@ -24,6 +29,8 @@ from kernels.cuda.router import allocate_groups, choose_experts, group_pairs
 from kernels.cuda.rows_meta import Rows
 from kernels.cuda.short_conv import short_conv_add_norm
 from kernels.cuda.swiglu import swiglu
+
+DOWN_AHEAD = 512  # elements of K, of 1536 or more, that the routed experts' second product asks for
 
 
 @dataclass
@@ -60,6 +67,8 @@ class CudaLayer:
     rel_proj: Tensor  # [R, 16]
     shared_w13: Tensor | None  # [S*2f, H]
     shared_w2: Tensor | None  # [H, S*f]
+    ahead: int | None = WHOLE  # what early products ask for (``linear``); None: nothing is launched early
+    shared_rows: int = SHARED_ROWS  # up to so many rows; more have a product of their own, with the same bits
 
     @classmethod
     def build(
@@ -100,15 +109,18 @@ class CudaLayer:
         w, eps = self.weights, self.geometry.eps
         keep = self.geometry.keep_after
         conv = (batch.rows, batch.conv_pages, batch.conv_page_size, keep)
-        attended = self._attention(normed, cache, batch)
-        short_conv_add_norm(attended, x, self.attn_taps, cache.attn_conv, *conv, w.mlp_norm, eps, normed)
-        mixed = self._mlp(normed, batch.rows)
-        if next_norm is None:
-            short_conv_add_norm(mixed, x, self.mlp_taps, cache.mlp_conv, *conv)
-        else:
-            short_conv_add_norm(mixed, x, self.mlp_taps, cache.mlp_conv, *conv, next_norm, eps, normed)
+        ahead = self.ahead if x.is_cuda and len(x) <= FEW_ROWS else None
+        early = ahead is not None
+        out = self._attention(normed, cache, batch, ahead)
+        short_conv_add_norm(
+            out, x, self.attn_taps, cache.attn_conv, *conv, w.mlp_norm, eps, normed, early=early
+        )
+        is_dense = isinstance(w.mlp, DenseWeights)
+        out = self._dense(normed, ahead) if is_dense else self._experts(normed, batch.rows, ahead)
+        norm = () if next_norm is None else (next_norm, eps, normed)
+        short_conv_add_norm(out, x, self.mlp_taps, cache.mlp_conv, *conv, *norm, early=early)
 
-    def _attention(self, a: Tensor, cache: LayerCache, batch: CudaPass) -> Tensor:
+    def _attention(self, a: Tensor, cache: LayerCache, batch: CudaPass, ahead: int | None) -> Tensor:
         attn, g, plan, num_rows = self.weights.attn, self.geometry, batch.plan, a.shape[0]
         q = a.new_empty(num_rows, g.num_heads, g.head_dim)
         bank = a.new_empty(num_rows, g.num_heads, bank_width(g.extent))
@@ -116,8 +128,9 @@ class CudaLayer:
         if plan.tiles is not None and g.window is not None:  # the cache keeps the end of a long chunk only
             new = tuple(a.new_empty(num_rows, g.num_kv, g.head_dim) for _ in range(2))
         attention_inputs(
-            linear(a, attn.qkvr), attn.q_norm, attn.k_norm, self.kv_taps, self.rel_proj, cache.kv_conv, cache.keys,
-            cache.values, q, bank, batch.rows, batch.conv_pages, batch.conv_page_size, plan.pages, g, pass_keys=new,
+            linear(a, attn.qkvr, ahead=ahead), attn.q_norm, attn.k_norm, self.kv_taps, self.rel_proj, cache.kv_conv,
+            cache.keys, cache.values, q, bank, batch.rows, batch.conv_pages, batch.conv_page_size, plan.pages, g,
+            pass_keys=new, early=ahead is not None,
         )  # fmt: skip
         out = a.new_empty(num_rows, g.num_heads * g.head_dim)  # rows of padding hold anything, here and below
         segments = batch.rows.segments
@@ -127,27 +140,33 @@ class CudaLayer:
             decode_attention(*operands, plan.pages, short, plan.parts, out, plan.max_rows)
         if plan.tiles is not None:
             prompt_attention(*operands, new, plan.pages, segments, plan.tiles, out)
-        return linear(out, attn.o)
+        return linear(out, attn.o, ahead=ahead)
 
-    def _mlp(self, m: Tensor, rows: Rows) -> Tensor:
-        mlp, num_rows = self.weights.mlp, m.shape[0]
-        if isinstance(mlp, DenseWeights):
-            act = m.new_empty(num_rows, mlp.w2.shape[1])
-            out = linear(swiglu(linear(m, mlp.w13), act), mlp.w2)
-            return out if mlp.global_scale == 1.0 else out.mul_(mlp.global_scale)
+    def _dense(self, m: Tensor, ahead: int | None) -> Tensor:
+        mlp = self.weights.mlp
+        act = m.new_empty(len(m), mlp.w2.shape[1])
+        act = swiglu(linear(m, mlp.w13, ahead=ahead), act, early=ahead is not None)
+        out = linear(act, mlp.w2, ahead=ahead)
+        return out if mlp.global_scale == 1.0 else out.mul_(mlp.global_scale)
+
+    def _experts(self, m: Tensor, rows: Rows, ahead: int | None) -> Tensor:
+        mlp, num_rows, early = self.weights.mlp, m.shape[0], ahead is not None
         num_experts, num_shared = mlp.gate_bias.shape[0], mlp.shared_w2.shape[0]
         chosen = torch.empty(num_rows, self.num_chosen, dtype=torch.int32, device=m.device)
         gamma = m.new_empty(num_rows, self.num_chosen + num_shared, dtype=torch.float32)
-        logits = linear(m, mlp.gate, out_dtype=torch.float32)
-        choose_experts(logits, mlp.gate_bias, rows.slot, self.router_scale, chosen, gamma)
+        logits = linear(m, mlp.gate, out_dtype=torch.float32, ahead=ahead)
+        choose_experts(logits, mlp.gate_bias, rows.slot, self.router_scale, chosen, gamma, early)
         groups = allocate_groups(num_rows, self.num_chosen, num_experts, m.device)
-        group_pairs(chosen, num_experts, groups)
+        group_pairs(chosen, num_experts, groups, early)
         act = m.new_empty(num_rows * self.num_chosen, mlp.w2.shape[2])
         slots = m.new_empty(num_rows, self.num_chosen, m.shape[1])
-        gate_up(m, mlp.w13, chosen, groups, act)
-        down(act, mlp.w2, chosen, groups, slots)
-        shared = m.new_empty(num_rows, self.shared_w2.shape[1])
-        shared = linear(swiglu(linear(m, self.shared_w13), shared, gamma, num_shared), self.shared_w2)
+        shared = SharedExperts(self.shared_w13, gamma, m.new_empty(num_rows, self.shared_w2.shape[1]))
+        beside = shared if num_rows <= self.shared_rows else None
+        if beside is None:
+            swiglu(linear(m, shared.w13, segments=1, ahead=ahead), shared.act, gamma, num_shared, early)
+        gate_up(m, mlp.w13, chosen, groups, act, early=early, shared=beside, ahead=ahead or 0)
+        down(act, mlp.w2, chosen, groups, slots, early=early, ahead=min(ahead or 0, DOWN_AHEAD))
+        shared = linear(shared.act, self.shared_w2, ahead=ahead)
         out = torch.empty_like(m)
-        combine_slots(slots, chosen, gamma, shared, out)
+        combine_slots(slots, chosen, gamma, shared, out, early)
         return out

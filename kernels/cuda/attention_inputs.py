@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kernels.cuda.bank_order import BANK_ALIGN, bank_origin, bank_width
 from kernels.cuda.compile import Serving
+from kernels.cuda.early_launch import ask_for, begin_launch
 from kernels.cuda.norm import check_rows
 from kernels.cuda.rows_meta import Rows, page_place
 from kernels.cuda.short_conv import HISTORY, convolved
@@ -144,7 +145,7 @@ def _attention_inputs_kernel(
     num_rows, run, conv_pages_per_slot, pages_per_slot, keep_inputs, keep_keys, log_floor, log_alpha, eps,
     NUM_HEADS: tl.constexpr, NUM_KV: tl.constexpr, D: tl.constexpr, EXTENT: tl.constexpr, HEADS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_R: tl.constexpr, CONV_PAGE: tl.constexpr, PAGE: tl.constexpr,
-    HAS_TAU: tl.constexpr, HAS_PASS: tl.constexpr,
+    HAS_TAU: tl.constexpr, HAS_PASS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     ROW: tl.constexpr = NUM_HEADS * D + 2 * NUM_KV * D + NUM_HEADS * 16
     Q_TILES: tl.constexpr = (NUM_HEADS + HEADS - 1) // HEADS
@@ -152,6 +153,14 @@ def _attention_inputs_kernel(
     PARTS: tl.constexpr = Q_TILES + 2 * KV_TILES
     program = tl.program_id(0)
     row_programs = tl.cdiv(num_rows, run) * PARTS
+    if EARLY:
+        if program == 0:
+            ask_for(taps, 8 * NUM_KV * D)
+            ask_for(q_norm, D)
+            ask_for(k_norm, D)
+        elif program == row_programs:
+            ask_for(rel_proj, EXTENT * 16)
+    begin_launch(EARLY)
     if program < row_programs:
         part = program % PARTS
         first = (program // PARTS).to(tl.int64) * run
@@ -237,6 +246,7 @@ def attention_inputs(
     pass_keys: tuple[Tensor, Tensor] | None = None,  # k and v of this pass, each [T, n_kv, d], written
     run: int | None = None,  # rows of one program
     block_r: int | None = None,
+    early: bool = False,
 ) -> None:
     """Writes q, the bank, the kept keys, values and convolution inputs; padding rows change nothing.
 
@@ -271,11 +281,14 @@ def attention_inputs(
         g.log_floor, g.log_alpha, g.eps,
         NUM_HEADS=g.num_heads, NUM_KV=g.num_kv, D=g.head_dim, EXTENT=g.extent, HEADS=heads,
         BLOCK_HEADS=bank_heads(g.num_heads), BLOCK_R=block_r, CONV_PAGE=conv_page_size, PAGE=key_cache.shape[2],
-        HAS_TAU=has_tau, HAS_PASS=pass_keys is not None, num_warps=4, num_stages=1, enable_fp_fusion=False,
+        HAS_TAU=has_tau, HAS_PASS=pass_keys is not None, EARLY=early, num_warps=4, num_stages=1, launch_pdl=early,
+        enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def _serving(name: str, num_heads: int, num_kv: int, window: bool, extent: int, in_pass: bool) -> Serving:
+def _serving(
+    name: str, num_heads: int, num_kv: int, window: bool, extent: int, in_pass: bool, early: bool = False
+) -> Serving:
     pointers = dict.fromkeys(
         [
             "qkvr",
@@ -300,11 +313,12 @@ def _serving(name: str, num_heads: int, num_kv: int, window: bool, extent: int, 
         "NUM_HEADS": num_heads, "NUM_KV": num_kv, "D": 128, "EXTENT": extent,
         "HEADS": program_heads(num_heads, num_kv, 128), "BLOCK_HEADS": bank_heads(num_heads),
         "BLOCK_R": bank_block(num_heads, num_kv, 128, extent), "CONV_PAGE": 16, "PAGE": 64,
-        "HAS_TAU": not window, "HAS_PASS": in_pass,
+        "HAS_TAU": not window, "HAS_PASS": in_pass, "EARLY": early,
     }  # fmt: skip
     return Serving(
-        f"attention_inputs {name}", _attention_inputs_kernel, pointers | passed | rows | numbers,
-        absent | constants, num_warps=4, num_stages=1, wgmma=True, options={"enable_fp_fusion": False},
+        f"attention_inputs {name}{', early' * early}", _attention_inputs_kernel, pointers | passed | rows | numbers,
+        absent | constants, num_warps=4, num_stages=1, wgmma=True,
+        options={"enable_fp_fusion": False, "launch_pdl": early},
     )  # fmt: skip
 
 
@@ -314,4 +328,6 @@ SERVING = [
     _serving("full 64/8", 64, 8, False, 1024, False),
     _serving("local 64/16", 64, 16, True, 512, True),
     _serving("full 4/1", 4, 1, False, 1024, False),
+    _serving("full 16/4", 16, 4, False, 1024, False, early=True),
+    _serving("local 16/4", 16, 4, True, 512, False, early=True),
 ]

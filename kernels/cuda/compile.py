@@ -57,6 +57,7 @@ class Compiled:
     wants_wgmma: bool
     allowed_stack: int = 0
     serialized: bool = False  # the assembler waits for every single wgmma
+    unwaited: bool = False  # launched early, it may store or end before it has waited for the last launch
     late_fence: bool = False  # a wgmma may read shared memory before another warp's stores are ordered before it
 
     def faults(self) -> list[str]:
@@ -69,6 +70,8 @@ class Compiled:
             found.append(f"{self.name}: a dot is not wgmma; BLOCK_M a multiple of 64, 4 or 8 warps")
         if self.serialized:
             found.append(f"{self.name}: wgmma are serialized; no product may be in flight at a branch or a copy")
+        if self.unwaited:
+            found.append(f"{self.name}: launched early, but stores or ends before it waits; begin_launch comes first")
         if self.late_fence:
             found.append(f"{self.name}: no barrier between a fence of stores and their wgmma; two stages or more")
         return found
@@ -107,8 +110,15 @@ def inspect(serving: Serving) -> Compiled:
         wants_wgmma=serving.wgmma,
         allowed_stack=serving.stack,
         serialized="wgmma" in ptx and _is_serialized(ptx),
+        unwaited=bool(serving.options.get("launch_pdl")) and not waits_first(ptx),
         late_fence=has_late_fence(ptx),
     )
+
+
+def waits_first(ptx: str) -> bool:
+    """Whether a kernel waits for the last launch before it stores or ends (``kernels.cuda.early_launch``)."""
+    before, found, _ = ptx.partition("griddepcontrol.wait")
+    return bool(found) and not re.search(r"\b(st\.global|atom\.|red\.|ret;)", before)
 
 
 def has_late_fence(ptx: str) -> bool:

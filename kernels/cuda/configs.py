@@ -15,8 +15,9 @@ MAX_SEGMENTS = 16
 PROCESSORS = 132  # multiprocessors
 FULL = 96  # programs that keep the memory busy
 SHARED_BYTES = 220 << 10  # of a multiprocessor, for the stages of its programs
-FEW_ROWS = 64  # up to here the weights' bytes are the cost
-EARLY_ROWS = range(33, 65)  # where an early launch pays; with fewer rows it costs as much as it saves
+FEW_ROWS = 64  # up to here the weights' bytes are the cost, and a layer's kernels are launched early
+SHARED_ROWS = 32  # up to here a layer computes its shared experts beside the routed ones
+EARLY_ROWS = range(33, 65)  # where a product alone gains by an early launch
 
 
 @dataclass(frozen=True)

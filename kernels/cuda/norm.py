@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.cuda.compile import Serving
-from kernels.cuda.weight_tiles import begin_launch
+from kernels.cuda.early_launch import begin_launch
 
 MANY_ROWS = 1024  # from here on a program may own several rows and be launched early
 

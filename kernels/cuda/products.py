@@ -18,11 +18,11 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.cuda.compile import Serving
 from kernels.cuda.configs import SEGMENTS, ProductConfig, num_segments, product_config, segment_unit
+from kernels.cuda.early_launch import WHOLE, ask_ahead, begin_launch
 
 MAX_TILES = 1 << 16  # output tiles of one spread launch
 
@@ -50,38 +50,6 @@ def _step(w, x, first_m, first_t, start, is_weight, is_row, acc, MASK_M: tl.cons
             weights = tl.load(w + start)
         rows = tl.load(x + start, mask=is_row[None, :], other=0.0)
     return tl.dot(weights, rows, acc)
-
-
-@triton.jit
-def _wait_for_inputs(
-    weights,
-    first_m,
-    first,
-    last,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    AHEAD: tl.constexpr,
-):
-    """Lets the next launch begin, asks the L2 for AHEAD elements of every weight row, and waits for the last launch.
-
-    Weights never depend on an earlier launch; x, out, partials and counters may, and are touched after this alone.
-    """
-    gdc_launch_dependents()
-    if AHEAD > 0:
-        parts: tl.constexpr = 256 // BLOCK_M  # of a row: one request a thread or two
-        lane = tl.arange(0, 256)
-        m, k = first_m + lane // parts, first + lane % parts * (AHEAD // parts)
-        size = tl.where(m < N, tl.maximum(tl.minimum(AHEAD // parts, last - k), 0), 0) * 2  # bytes
-        tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
-            "=r,l,r",
-            [(weights + m.to(tl.int64) * K + k).to(tl.int64), size],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    gdc_wait()
 
 
 @triton.jit
@@ -122,7 +90,8 @@ def _spread_kernel(
     units: tl.constexpr = K // UNIT
     first, last = segment * units // SEGMENTS * UNIT, (segment + 1) * units // SEGMENTS * UNIT
     if EARLY:
-        _wait_for_inputs(weights, first_m, first, last, N, K, BLOCK_M, AHEAD)
+        ask_ahead(weights, first_m.to(tl.int64), N, first, last, K, BLOCK_M, AHEAD)
+    begin_launch(EARLY)
     w_block, x_block = _blocks(x, w, m, t, K, BLOCK_K, BULK)
     acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for start in tl.range(first, last, BLOCK_K):
@@ -185,7 +154,8 @@ def _whole_kernel(
     segment = 0
     last = units // SEGMENTS * UNIT  # where the segment ends
     if EARLY:
-        _wait_for_inputs(weights, first_m, 0, K, N, K, BLOCK_M, AHEAD)
+        ask_ahead(weights, first_m.to(tl.int64), N, 0, K, K, BLOCK_M, AHEAD)
+    begin_launch(EARLY)
     w_block, x_block = _blocks(x, w, m, t, K, BLOCK_K, BULK)
     for start in tl.range(0, K, BLOCK_K):
         acc = _step(
@@ -215,12 +185,14 @@ def linear(
     out_dtype: torch.dtype | None = None,
     config: ProductConfig | None = None,
     segments: int | None = None,
+    ahead: int | None = None,
 ) -> Tensor:
     """``x [T, K] @ w[N, K].T -> [T, N]``, row-exact: bf16 operands, fp32 accumulation, rounded once to ``out``'s type.
 
     ``out``: bf16 or fp32, given or made in ``out_dtype`` (default: x's). ``config``: another launch with the same bits;
-    ``segments``: another order of the sum, for tuning. Launches of one device run on one stream at a time: they share
-    the counters. Raises ValueError for shapes, types or layouts that it does not take.
+    ``segments``: another order of the sum. ``ahead``: launched early (``early_launch``), with so many elements of K a
+    weight row asked of the L2; None: as the configuration has it. Launches of one device run on one stream at a time:
+    they share the counters. Raises ValueError for shapes, types or layouts that it does not take.
     """
     (rows, k), n = x.shape, w.shape[0]
     if w.shape[1] != k or k % 16:
@@ -234,6 +206,8 @@ def linear(
     if not rows:
         return out
     config = config or product_config(n, k, rows)
+    if ahead is not None:
+        config = replace(config, is_early=True, ahead=ahead)
     if not x.is_cuda:  # the interpreter runs one launch after another
         config = replace(config, is_early=False)
     segments = segments or num_segments(n, k)
@@ -301,4 +275,8 @@ SERVING = [
     serving(n, k, rows, out="*fp32" if n < 1024 else "*bf16")
     for n, k in SEGMENTS
     for rows in {product_config(n, k, rows): rows for rows in (1, 32, 64, 128, 512, 2048)}.values()
+]
+SERVING += [  # of a layer's few rows
+    serving(n, k, 1, replace(product_config(n, k, 1), is_early=True, ahead=WHOLE))
+    for n, k in ((3328, 2048), (2048, 2048))
 ]

@@ -17,10 +17,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.cuda.bank_order import bank_origin
 from kernels.cuda.compile import Serving
+from kernels.cuda.early_launch import begin_launch
 from kernels.cuda.relative_attention_blocks import (
     add_values,
     add_weights,
@@ -146,12 +146,10 @@ def _segment_kernel(
     C: tl.constexpr,
     DV: tl.constexpr,
     KEYS_ON_M: tl.constexpr,
-    EARLY: tl.constexpr,  # the merge is launched while this runs
+    EARLY: tl.constexpr,
 ):
     """(m, l, a) of consecutive key segments, the program's share, of one query tile and KV head."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+    begin_launch(EARLY)
     per_kv: tl.constexpr = num_heads // num_kv
     sequence, kv_head = tl.program_id(2), tl.program_id(1) % num_kv
     begin_row = tl.program_id(1) // num_kv * (C // per_kv)
@@ -222,9 +220,7 @@ def _merge_kernel(
     EARLY: tl.constexpr,
 ):
     """Merges the segments that one row sees, in ascending order: DIMS of one head."""
-    if EARLY:
-        gdc_launch_dependents()
-        gdc_wait()
+    begin_launch(EARLY)
     sequence, offset, head = tl.program_id(2), tl.program_id(1), tl.program_id(0) // (d // DIMS)
     meta = segments + sequence * 4
     slot, first_row, first_position, rows = tl.load(meta), tl.load(meta + 1), tl.load(meta + 2), tl.load(meta + 3)

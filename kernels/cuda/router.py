@@ -5,7 +5,7 @@
 
 ``kernels.mlp`` holds the reference. A pair is ``row * k + slot``. Padding rows choose expert -1 and join no group.
 
-``early`` (programmatic dependent launch): the kernel is launched while the one before it still runs.
+``early``: see ``kernels.cuda.early_launch``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.cuda.compile import Serving
-from kernels.cuda.configs import product_config
-from kernels.cuda.weight_tiles import begin_launch
+from kernels.cuda.configs import FEW_ROWS, SHARED_ROWS, product_config
+from kernels.cuda.early_launch import begin_launch
 
 DIRECT_ROWS = 16  # up to these no grouping is launched
 
@@ -35,24 +35,26 @@ def _choose_kernel(
     E: tl.constexpr, S: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_A: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    begin_launch(EARLY)
     row = tl.program_id(0).to(tl.int64)
     expert, active = tl.arange(0, BLOCK_E), tl.arange(0, BLOCK_A)
+    b_bias = tl.load(bias + expert, mask=expert < E, other=0.0)
+    begin_launch(EARLY)
     if tl.load(row_slot + row) < 0:
         tl.store(chosen + row * TOP_K + active, tl.full((BLOCK_A,), -1, tl.int32), mask=active < TOP_K)
         return
     logit = tl.load(logits + row * (E + S) + expert, mask=expert < E, other=0.0)
-    score = 1.0 / (1.0 + tl.exp(-logit)) + tl.load(bias + expert, mask=expert < E, other=0.0)
+    score = 1.0 / (1.0 + tl.exp(-logit)) + b_bias
     score = tl.where(expert < E, score, float("-inf"))
     is_active = active < TOP_K + S
     is_shared = is_active & (active >= TOP_K)
-    active_logit = tl.load(logits + row * (E + S) + E + active - TOP_K, mask=is_shared, other=0.0)
+    picked = tl.where(is_shared, E + active - TOP_K, 0)
     for slot in tl.static_range(TOP_K):
         is_best = score == tl.max(score, 0)
         best = tl.min(tl.where(is_best, expert, E - 1), 0)  # NaN scores must not lead out of the weights
-        active_logit = tl.where(active == slot, tl.sum(tl.where(expert == best, logit, 0.0), 0), active_logit)
+        picked = tl.where(active == slot, best, picked)
         score = tl.where(expert == best, float("-inf"), score)
-        tl.store(chosen + row * TOP_K + slot, best)
+    tl.store(chosen + row * TOP_K + active, picked, mask=active < TOP_K)
+    active_logit = tl.load(logits + row * (E + S) + picked, mask=is_active, other=0.0)
     log_sigmoid = tl.minimum(active_logit, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(active_logit)))
     log_sigmoid = tl.where(is_active, log_sigmoid, float("-inf"))
     share = tl.exp(log_sigmoid - tl.max(log_sigmoid, 0))
@@ -120,7 +122,8 @@ def launch_sizes(products: tuple[tuple[int, int], ...], experts: tuple[int, int]
     for rows in range(1, most + 1):
         pairs = triton.next_power_of_2(rows * top_k) if rows <= DIRECT_ROWS else 0
         configs = tuple(product_config(n, k, rows) for n, k in products)
-        sizes.setdefault((configs, pairs, tile_rows(rows * top_k, num_experts)), rows)
+        limits = rows <= SHARED_ROWS, rows <= FEW_ROWS
+        sizes.setdefault((configs, pairs, tile_rows(rows * top_k, num_experts), limits), rows)
     return list(sizes.values())
 
 
@@ -141,14 +144,14 @@ def allocate_groups(
 
 
 @triton.jit
-def direct_tile(chosen, num_pairs, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
-    """-> expert, pairs [BLOCK_N] and which of them exist, of this program's tile; expert -1: an earlier tile has it.
+def direct_tile(chosen, tile, num_pairs, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr):
+    """-> expert, pairs [BLOCK_N] and which of them exist, of ``tile``; expert -1: an earlier tile has it.
 
     No expert has more than BLOCK_N pairs. The pairs are in ascending order.
     """
-    tile, pair = tl.program_id(1), tl.arange(0, BLOCK_P)
-    expert = tl.load(chosen + tile)
-    is_mine = tl.load(chosen + pair, mask=pair < num_pairs, other=-1) == expert
+    pair = tl.arange(0, BLOCK_P)
+    expert = tl.load(chosen + tile, cache_modifier=".cg")  # a program may ask before it waits, and find old lines in L1
+    is_mine = tl.load(chosen + pair, mask=pair < num_pairs, other=-1, cache_modifier=".cg") == expert
     rank = tl.cumsum(is_mine.to(tl.int32), 0) - 1
     taken = is_mine[:, None] & (rank[:, None] == tl.arange(0, BLOCK_N)[None, :])
     pairs = tl.sum(tl.where(taken, pair[:, None], 0), 0)
@@ -157,15 +160,13 @@ def direct_tile(chosen, num_pairs, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr)
 
 
 @triton.jit
-def grouped_tile(order, tiles, BLOCK_N: tl.constexpr):
-    """-> expert, pairs [BLOCK_N] and which of them exist, of this program's tile; expert -1: unused."""
-    entry = tiles + tl.program_id(1) * 3
-    held = tl.arange(0, BLOCK_N) < tl.load(entry + 2)
-    return (
-        tl.load(entry),
-        tl.load(order + tl.load(entry + 1) + tl.arange(0, BLOCK_N), mask=held, other=0),
-        held,
-    )
+def grouped_tile(order, tiles, tile, BLOCK_N: tl.constexpr):
+    """-> expert, pairs [BLOCK_N] and which of them exist, of ``tile``; expert -1: unused."""
+    entry = tiles + tile * 3
+    held = tl.arange(0, BLOCK_N) < tl.load(entry + 2, cache_modifier=".cg")
+    places = order + tl.load(entry + 1, cache_modifier=".cg") + tl.arange(0, BLOCK_N)
+    pairs = tl.load(places, mask=held, other=0, cache_modifier=".cg")
+    return tl.load(entry, cache_modifier=".cg"), pairs, held
 
 
 @triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
@@ -228,12 +229,14 @@ def _serving(num_experts: int, num_shared: int, top_k: int) -> list[Serving]:
         f"choose {num_experts}+{num_shared} top {top_k}", _choose_kernel,
         {"logits": "*fp32", "bias": "*fp32", "row_slot": "*i32", "chosen": "*i32", "gamma": "*fp32", "scale": "fp32"},
         {"E": num_experts, "S": num_shared, "TOP_K": top_k, "BLOCK_E": triton.next_power_of_2(num_experts),
-         "BLOCK_A": triton.next_power_of_2(top_k + num_shared), "EARLY": False}, num_warps=1,
+         "BLOCK_A": triton.next_power_of_2(top_k + num_shared), "EARLY": True}, num_warps=1,
+        options={"launch_pdl": True},
     )  # fmt: skip
     signature = {"chosen": "*i32", "order": "*i32", "tiles": "*i32", "num_pairs": "i32", "num_tiles": "i32"}
     groups = [
         Serving(f"group {num_experts} in tiles of {rows}, {block} pairs", _group_kernel, signature,
-                {"E": num_experts, "TILE_ROWS": rows, "BLOCK_E": block_e, "BLOCK_P": block, "EARLY": False})
+                {"E": num_experts, "TILE_ROWS": rows, "BLOCK_E": block_e, "BLOCK_P": block, "EARLY": rows == 16},
+                options={"launch_pdl": rows == 16})
         for rows, block in ((16, 128), (16, 512), (64, 512))
     ]  # fmt: skip
     return [choose, *groups]

@@ -12,7 +12,7 @@ on it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.cuda.compile import Serving
+from kernels.cuda.early_launch import begin_launch
 from kernels.cuda.norm import (
     MANY_ROWS,
     NormConfig,
@@ -31,7 +32,6 @@ from kernels.cuda.norm import (
     row_warps,
 )
 from kernels.cuda.rows_meta import Rows, page_place
-from kernels.cuda.weight_tiles import begin_launch
 
 HISTORY = 3  # older inputs of a row
 
@@ -158,11 +158,11 @@ def _conv_add_kernel(
     PAIRS: tl.constexpr = WIDTH // 2
     channel, pair = tl.arange(0, BLOCK)[None, :], tl.arange(0, BLOCK // 2)[None, :]
     is_channel, is_pair = channel < WIDTH, pair < PAIRS
-    begin_launch(EARLY)
     first = tl.program_id(0).to(tl.int64) * ROWS
     tap_0, tap_1 = _vector(taps, 0, WIDTH, BLOCK), _vector(taps, WIDTH, WIDTH, BLOCK)
     tap_2, tap_3 = _vector(taps, 2 * WIDTH, WIDTH, BLOCK), _vector(taps, 3 * WIDTH, WIDTH, BLOCK)
     norm = _vector(weight, 0, WIDTH, BLOCK) if HAS_NORM else 0
+    begin_launch(EARLY)
     old_1 = tl.zeros((1, BLOCK // 2), tl.int32)
     old_2, old_3 = old_1, old_1
     if ROWS > 1:  # of the pass; rows that need others ask for them below
@@ -213,6 +213,7 @@ def short_conv_add_norm(
     eps: float = 0.0,
     out: Tensor | None = None,  # [T, H] the norm
     config: ConvConfig | None = None,
+    early: bool = False,
 ) -> None:
     """``x += conv(u)``; ``out = norm(x)``; rows with from_end <= 3 + keep_after leave their input in ``cache``.
 
@@ -230,7 +231,8 @@ def short_conv_add_norm(
         pages.dtype,
     )
     check_rows(width, u, x, taps, cache, weight, out)
-    config = placed(config or conv_config(width, num_rows), x)
+    config = config or conv_config(width, num_rows)
+    config = placed(replace(config, is_early=True) if early else config, x)
     _conv_add_kernel[(triton.cdiv(num_rows, config.rows),)](
         _pairs(u), x, _pairs(taps), _pairs(cache), _pairs(weight), out, rows.slot, rows.position,
         rows.offset, rows.from_end, pages, eps, num_rows, pages.shape[1], HISTORY + keep_after,
@@ -248,7 +250,7 @@ def serving(width: int, has_norm: bool, config: ConvConfig) -> Serving:
     values |= {"HAS_NORM": has_norm, "PAGE_SIZE": 16, "STAGES": config.stages, **constants(width, config)}
     others = options(config)
     warps = others.pop("num_warps")
-    name = f"short_conv_add{'_norm' * has_norm} {width}, {config.rows} rows"
+    name = f"short_conv_add{'_norm' * has_norm} {width}, {config.rows} rows{', early' * config.is_early}"
     return Serving(
         name, _conv_add_kernel, pointers | normed | rows | numbers, values, num_warps=warps, options=others
     )
@@ -260,3 +262,4 @@ SERVING = [
     for has_norm in (True, False)
     for num_rows in (1, MANY_ROWS)
 ]
+SERVING += [serving(2048, True, replace(conv_config(2048, 1), is_early=True))]

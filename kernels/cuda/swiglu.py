@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kernels.cuda.compile import Serving
+from kernels.cuda.early_launch import begin_launch
 
 _BLOCK = 1024
 
@@ -29,8 +30,9 @@ def _swiglu_kernel(
     gamma,  # fp32 [T, gammas], or None
     out,  # bf16 [T, S * f]
     width, gammas, first,
-    NUM_SHARED: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_SHARED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    begin_launch(EARLY)
     row, expert = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
@@ -43,7 +45,9 @@ def _swiglu_kernel(
     tl.store(out + pair * width + column, act.to(tl.bfloat16), mask=mask)
 
 
-def swiglu(gate_up: Tensor, out: Tensor, gamma: Tensor | None = None, num_shared: int = 1) -> Tensor:
+def swiglu(
+    gate_up: Tensor, out: Tensor, gamma: Tensor | None = None, num_shared: int = 1, early: bool = False
+) -> Tensor:
     """``gate_up`` bf16 [T, S*2f] -> ``out`` bf16 [T, S*f].
 
     ``gamma``: fp32 [T, k + S] of ``choose_experts``, whose last S weigh the shared experts; None: no weight.
@@ -53,19 +57,21 @@ def swiglu(gate_up: Tensor, out: Tensor, gamma: Tensor | None = None, num_shared
     assert all(x.is_contiguous() and x.dtype == torch.bfloat16 for x in (gate_up, out))
     gammas = 0 if gamma is None else gamma.shape[1]
     _swiglu_kernel[(num_rows, num_shared, triton.cdiv(width, _BLOCK))](
-        gate_up, gamma, out, width, gammas, gammas - num_shared, num_shared, _BLOCK, enable_fp_fusion=False
-    )
+        gate_up, gamma, out, width, gammas, gammas - num_shared, num_shared, _BLOCK, early,
+        launch_pdl=early, enable_fp_fusion=False,
+    )  # fmt: skip
     return out
 
 
 SERVING = [
     Serving(
-        f"swiglu {shared} shared" if shared else "swiglu dense",
+        (f"swiglu {shared} shared" if shared else "swiglu dense") + ", early" * early,
         _swiglu_kernel,
         {"gate_up": "*bf16", "out": "*bf16", "width": "i32", "gammas": "i32", "first": "i32"}
         | ({"gamma": "*fp32"} if shared else {}),
-        {"NUM_SHARED": shared or 1, "BLOCK": _BLOCK} | ({} if shared else {"gamma": None}),
-        options={"enable_fp_fusion": False},
+        {"NUM_SHARED": shared or 1, "BLOCK": _BLOCK, "EARLY": early} | ({} if shared else {"gamma": None}),
+        options={"enable_fp_fusion": False, "launch_pdl": early},
     )
     for shared in (0, 2)
+    for early in (False, True)
 ]

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 
@@ -37,14 +36,6 @@ class TileConfig:
         stage = 2 * self.block_k * (self.block_m * num_weights + block_n)
         room = (220 << 10) if block_n <= 32 else (112 << 10)
         return max(2, min(self.num_stages, room // stage))
-
-
-@triton.jit
-def begin_launch(EARLY: tl.constexpr):
-    """First in a kernel: one launched early waits for the launch before it, then lets the next one start."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()
 
 
 @triton.jit

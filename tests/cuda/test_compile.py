@@ -31,7 +31,7 @@ def test_a_spill_too_much_shared_memory_another_matrix_instruction_and_waits_bet
     good = {"name": "k", "registers": 100, "spilled": 0, "shared": 1024, "has_wgmma": True, "has_mma_sync": False}
     assert not compiler.Compiled(**good, wants_wgmma=True).faults()
     changes = [{"spilled": 8}, {"shared": 1 << 20}, {"has_wgmma": False}]
-    changes += [{flag: True} for flag in ("has_mma_sync", "serialized", "late_fence")]
+    changes += [{flag: True} for flag in ("has_mma_sync", "serialized", "late_fence", "unwaited")]
     for change in changes:
         assert len(compiler.Compiled(**(good | change), wants_wgmma=True).faults()) == 1
     assert not compiler.Compiled(**(good | {"has_wgmma": False}), wants_wgmma=False).faults()
@@ -42,6 +42,14 @@ def test_a_fence_is_late_where_no_barrier_follows_it():
     assert compiler.has_late_fence("\n".join([store, barrier, fence, product]))
     assert not compiler.has_late_fence("\n".join([store, fence, barrier, product]))
     assert not compiler.has_late_fence("\n".join([store, fence, barrier, fence, product]))
+
+
+def test_a_kernel_launched_early_waits_before_it_stores_or_ends():
+    begin, wait, store = "griddepcontrol.launch_dependents;", "griddepcontrol.wait;", "st.global.b32 [%rd1], { %r1 };"
+    assert compiler.waits_first("\n".join([begin, wait, store, "ret;"]))
+    assert not compiler.waits_first("\n".join([begin, store, wait, "ret;"]))
+    assert not compiler.waits_first("\n".join(["@%p1 ret;", wait, store]))
+    assert not compiler.waits_first("\n".join([begin, store, "ret;"]))
 
 
 def test_the_cpu_path_does_not_import_triton():

@@ -11,8 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kernels.cuda.experts import combine_slots, down, gate_up
+from kernels.cuda.experts import SharedExperts, combine_slots, down, gate_up
+from kernels.cuda.products import linear
 from kernels.cuda.router import allocate_groups, choose_experts, group_pairs
+from kernels.cuda.swiglu import swiglu
 from kernels.cuda.weight_tiles import TileConfig
 from tests.cuda.test_router import random_logits, routings
 from tests.kernels.rounding import UNIT, assert_within
@@ -188,6 +190,32 @@ def test_slots_are_added_in_order_and_padding_rows_left_alone(device):
     check_sum(5, 3, 80, device)
 
 
+def check_shared_beside_routed(
+    num_rows: int, top_k: int, num_experts: int, hidden: int, width: int, device: str
+) -> None:
+    """Shared experts have the bits of a product of one K segment and its activation; the routed ones keep theirs."""
+    w13, w2 = weights(num_experts, hidden, width, device)
+    x = random(num_rows, hidden, device=device, seed=11)
+    shared_w13 = random(2 * 2 * width, hidden, device=device, seed=12, scale=hidden**-0.5)
+    gamma = torch.rand(num_rows, top_k + 2, device=device)
+    chosen = routings(num_rows, top_k, num_experts)["even"].to(device)
+    chosen[num_rows // 2 :: 7] = -1
+    groups = allocate_groups(num_rows, top_k, num_experts, x.device)
+    group_pairs(chosen, num_experts, groups)
+    nan = torch.full((num_rows, 2 * width), float("nan"), dtype=torch.bfloat16, device=device)
+    acts = [torch.full((num_rows * top_k, width), -7.0, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    shared = SharedExperts(shared_w13, gamma, nan.clone())
+    gate_up(x, w13, chosen, groups, acts[0])
+    gate_up(x, w13, chosen, groups, acts[1], shared=shared)
+    assert torch.equal(acts[0], acts[1])
+    assert torch.equal(shared.act, swiglu(linear(x, shared_w13, segments=1), nan, gamma, 2))
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 19])
+def test_shared_experts_beside_the_routed_have_the_bits_of_their_own_product(num_rows, device):
+    check_shared_beside_routed(num_rows, 2, 5, 64, 48, device)
+
+
 SMALL, MINI = (6, 256, 4096, 2048), (6, 128, 2048, 1536)  # k, E, H, f of Inkling-Small and of its mini
 
 
@@ -197,6 +225,13 @@ def test_serving_shapes_are_right(top_k, num_experts, hidden, width, device):
     """The last experts of the larger shape lie beyond 2^31 elements."""
     check_all_routings(64, top_k, num_experts, hidden, width, device)
     check_sum(300, top_k, hidden, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("top_k, num_experts, hidden, width", [SMALL, MINI])
+@pytest.mark.parametrize("num_rows", [1, 8, 17, 32])
+def test_shared_experts_have_their_bits_at_serving_shapes(num_rows, top_k, num_experts, hidden, width, device):
+    check_shared_beside_routed(num_rows, top_k, num_experts, hidden, width, device)
 
 
 @pytest.mark.gpu
@@ -228,6 +263,7 @@ def test_a_replayed_graph_gives_the_bits_of_a_launch(num_rows, early, device):
     w13, w2 = weights(num_experts, hidden, width, device)
     x, out = random(num_rows, hidden, device=device, seed=9), random(num_rows, hidden, device=device, seed=9)
     logits, bias = random_logits(num_rows, num_experts, device)
+    others = torch.empty_like(logits)
     row_slot = torch.zeros(num_rows, dtype=torch.int32, device=device)
     chosen = torch.empty(num_rows, top_k, dtype=torch.int32, device=device)
     gamma = torch.empty(num_rows, top_k + 2, device=device)
@@ -235,13 +271,17 @@ def test_a_replayed_graph_gives_the_bits_of_a_launch(num_rows, early, device):
     groups = allocate_groups(num_rows, top_k, num_experts, device)
     act = torch.empty(num_rows * top_k, width, dtype=torch.bfloat16, device=device)
     slots = torch.empty(num_rows, top_k, hidden, dtype=torch.bfloat16, device=device)
+    shared_w13 = random(2 * 2 * width, hidden, device=device, seed=13, scale=hidden**-0.5)
+    shared_w2 = random(hidden, 2 * width, device=device, seed=14, scale=width**-0.5)
+    beside = SharedExperts(shared_w13, gamma, random(num_rows, 2 * width, device=device, seed=15))
 
     def step(early: bool) -> None:
-        for _ in range(3):  # layer after layer: each reads what the last one wrote
-            choose_experts(logits, bias, row_slot, 2.0, chosen, gamma, early)
+        for round_logits in (logits, others, logits):  # layer after layer: each reads what the last one wrote
+            choose_experts(round_logits, bias, row_slot, 2.0, chosen, gamma, early)
             group_pairs(chosen, num_experts, groups, early)
-            gate_up(x, w13, chosen, groups, act, early=early)
-            down(act, w2, chosen, groups, slots, early=early)
+            gate_up(x, w13, chosen, groups, act, early=early, shared=beside, ahead=2048)
+            down(act, w2, chosen, groups, slots, early=early, ahead=512)
+            linear(beside.act, shared_w2, shared, ahead=512 if early else None)
             combine_slots(slots, chosen, gamma, shared, out, early)
             combine_slots(slots, chosen, gamma, out, x, early)
 
@@ -254,6 +294,7 @@ def test_a_replayed_graph_gives_the_bits_of_a_launch(num_rows, early, device):
         step(early)
     for seed in range(20):
         logits.copy_(random_logits(num_rows, num_experts, device, seed=seed)[0])
+        others.copy_(random_logits(num_rows, num_experts, device, seed=50 + seed)[0])
         row_slot[:] = torch.where(torch.rand(num_rows, device=device) < 0.3, -1, 5)
         found = []
         for run in (graph.replay, lambda: step(False)):
