@@ -66,6 +66,7 @@ class Sequence:
         ] = []  # of the prompt's tokens from the second on, as computed
         self.total_draft_tokens = 0  # drafts the target has verified
         self.total_accepted_draft_tokens = 0  # of those, accepted and emitted
+        self.accepted = [0] * (request.num_draft_tokens + 1)  # verifications by drafts accepted and emitted
 
     @property
     def num_emitted(self) -> int:
@@ -80,6 +81,12 @@ class Sequence:
         """Drafts that a next step could verify: each may be emitted, and one token always follows them."""
         left = self.max_tokens - len(self.ids) + self.num_prompt_tokens - 1
         return min(self.num_depths, left) if left > 0 else 0
+
+    def verified(self, num_drafts: int, accepted: int) -> None:
+        """``accepted``: of these drafts, accepted and emitted."""
+        self.total_draft_tokens += num_drafts
+        self.total_accepted_draft_tokens += accepted
+        self.accepted[accepted] += 1
 
     def shrink(self, num_depths: int) -> None:
         """Gives up all depths but the first ``num_depths``, for good."""
