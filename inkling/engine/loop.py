@@ -277,7 +277,10 @@ class Engine:
                 segment.log_probs = segment.log_probs[: len(segment.emitted)]
             record(sequence)
             if num_drafts:
-                sequence.verified(num_drafts, min(accepted, len(segment.emitted)))
+                accepted = min(accepted, len(segment.emitted))
+                sequence.total_draft_tokens += num_drafts
+                sequence.total_accepted_draft_tokens += accepted
+                sequence.accepted[accepted] += 1
             if sequence.finish_reason:
                 sequence.num_computed = min(sequence.num_computed, len(sequence.ids))  # not past the cut
                 self._end(sequence)

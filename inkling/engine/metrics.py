@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from time import monotonic
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from inkling.errors import InklingError
 
 if TYPE_CHECKING:
-    from inkling.engine.outbox import Chunk
+    from inkling.engine.outbox import Chunk, Outbox
     from inkling.engine.sequence import Sequence
 
 BOUNDS_S = tuple(float(f"{digit}e{power}") for power in range(-3, 3) for digit in (1, 2, 5))  # 1 ms to 500 s
@@ -28,6 +30,7 @@ ERROR_REASONS = (
     "cancelled",
     "error",
 )  # of the classes in inkling.errors
+MAX_GAPS = 1 << 10  # observed at once: a call costs more than an observation
 MAX_ENDED = 1 << 16  # records that wait to be taken; beyond that the oldest go
 
 
@@ -43,6 +46,12 @@ class Histogram:
     def observe(self, seconds: float) -> None:
         self.counts[bisect_left(BOUNDS_S, seconds)] += 1
         self.sum += seconds
+
+    def observe_all(self, seconds: list[float]) -> None:
+        values = np.array(seconds)
+        for bucket in np.searchsorted(BOUNDS_S, values).tolist():
+            self.counts[bucket] += 1
+        self.sum += float(values.sum())
 
 
 class TokenTotals:
@@ -110,6 +119,7 @@ class EngineMetrics:
         self.time_per_output_token = Histogram()
         self.inter_chunk_latency = Histogram()
         self.e2e_request_latency = Histogram()
+        self._gaps: list[float] = []  # between chunks, observed when a request ends or many have gathered
         self.finished = dict.fromkeys(FINISH_REASONS, 0)
         self.failed = dict.fromkeys(ERROR_REASONS, 0)
         # Whoever submits does.
@@ -127,16 +137,19 @@ class EngineMetrics:
             self.num_prompt_tokens += trace.num_prompt_tokens
             self.num_cached_tokens += trace.num_cached_tokens
 
-    def sent(self, trace: RequestTrace, chunk: Chunk, is_streamed: bool) -> None:
-        now = monotonic()
+    def sent(self, outbox: Outbox, chunk: Chunk) -> None:
+        trace, now = outbox.trace, monotonic()
         if chunk.ids:
-            before, trace.sent = trace.sent, now
-            if before:
-                self.inter_chunk_latency.observe(now - before)
+            if trace.sent:
+                self._gaps.append(now - trace.sent)
             else:
-                if is_streamed:
+                if outbox.stream:
                     trace.first_token = now
                 self.time_to_first_token.observe(trace.first_token - trace.arrived)
+            trace.sent = now
+        if chunk.final or len(self._gaps) >= MAX_GAPS:
+            self.inter_chunk_latency.observe_all(self._gaps)
+            self._gaps.clear()
         if chunk.final:
             self._ended(trace, chunk, now)
 

@@ -99,9 +99,9 @@ class Outbox:
             if self._complete:
                 return
             chunk = self._chunk
-            chunk.ids += ids
-            if ids and not self.trace.first_token:
+            if ids and not (self.stream or chunk.ids):
                 self.trace.first_token = time.monotonic()
+            chunk.ids += ids
             if text:
                 self._text.append(text)
             chunk.log_probs += log_probs
@@ -232,7 +232,7 @@ class Sender:
             _log.exception("a response could not be sent; its request ends")
             self._give_up(outbox, chunk)
             return
-        self._metrics.sent(outbox.trace, chunk, outbox.stream)
+        self._metrics.sent(outbox, chunk)
         if chunk.final:
             self._finished(outbox)
 
@@ -246,7 +246,7 @@ class Sender:
             outbox.reply.send(last)
         except Exception:
             _log.exception("nor could its error be sent")
-        self._metrics.sent(outbox.trace, last, outbox.stream)
+        self._metrics.sent(outbox, last)
         self._finished(outbox)
         self._cancel(outbox)
 

@@ -82,12 +82,6 @@ class Sequence:
         left = self.max_tokens - len(self.ids) + self.num_prompt_tokens - 1
         return min(self.num_depths, left) if left > 0 else 0
 
-    def verified(self, num_drafts: int, accepted: int) -> None:
-        """``accepted``: of these drafts, accepted and emitted."""
-        self.total_draft_tokens += num_drafts
-        self.total_accepted_draft_tokens += accepted
-        self.accepted[accepted] += 1
-
     def shrink(self, num_depths: int) -> None:
         """Gives up all depths but the first ``num_depths``, for good."""
         self.num_depths = num_depths
