@@ -117,14 +117,28 @@ def change(before: Series, after: Series) -> dict[str, float]:
 
 
 def test_counters_and_times_are_those_of_the_clients(server):
-    before, client = settled(server), Client(server.grpc_url)
+    """Counters in every round; times in one of three, because a busy machine can only add to what a client sees."""
+    client = Client(server.grpc_url)
     try:
         client.ask("a", 4)  # opens the connection
-        before = settled(server)
-        seen = [client.ask(text, 8 + 8 * number) for number, text in enumerate(2 * PROMPTS)]
+        for _ in range(3):
+            before = settled(server)
+            seen = [client.ask(text, 8 + 8 * number) for number, text in enumerate(2 * PROMPTS)]
+            delta = change(before, settled(server))
+            check_counters(seen, delta)
+            e2e, first = delta["e2e_request_latency_seconds_sum"], delta["time_to_first_token_seconds_sum"]
+            seen_e2e, seen_first = sum(one.total_s for one in seen), sum(one.first_s for one in seen)
+            each = [f"{1e3 * seconds / len(seen):.1f}" for seconds in (seen_e2e, e2e, seen_first, first)]
+            print("ms a request, seen and counted: whole {}, {}; first token {}, {}".format(*each))
+            is_whole_close = abs(e2e - seen_e2e) <= 0.02 * seen_e2e + 0.002 * len(seen)
+            if is_whole_close and abs(first - seen_first) <= 0.005 * len(seen):
+                return
     finally:
         client.close()
-    delta = change(before, settled(server))
+    pytest.fail("the server's times differ from its client's in three rounds")
+
+
+def check_counters(seen: list[Seen], delta: dict[str, float]) -> None:
     totals = {name: sum(getattr(one, name) for one in seen) for name in vars(Seen()) if name != "reason"}
     assert delta["request_success_total"] == len(seen)
     assert delta["prompt_tokens_total"] == totals["num_prompt"]
@@ -135,13 +149,6 @@ def test_counters_and_times_are_those_of_the_clients(server):
     assert delta["inter_chunk_latency_seconds_count"] == totals["num_chunks"] - len(seen)
     for name in ("time_to_first_token", "time_per_output_token", "e2e_request_latency", "request_queue_time"):
         assert delta[f"{name}_seconds_count"] == len(seen)
-    e2e, first = delta["e2e_request_latency_seconds_sum"], delta["time_to_first_token_seconds_sum"]
-    print(
-        f"per request: e2e {totals['total_s'] / len(seen):.4f} s seen, {e2e / len(seen):.4f} counted; "
-        f"first token {totals['first_s'] / len(seen):.4f}, {first / len(seen):.4f}"
-    )
-    assert abs(e2e - totals["total_s"]) <= 0.02 * totals["total_s"] + 0.002 * len(seen)
-    assert abs(first - totals["first_s"]) <= 0.005 * len(seen)
 
 
 def test_counters_are_exact_under_concurrent_requests(server):
