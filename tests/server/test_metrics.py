@@ -130,6 +130,8 @@ def test_counters_and_times_are_those_of_the_clients(server):
             seen_e2e, seen_first = sum(one.total_s for one in seen), sum(one.first_s for one in seen)
             each = [f"{1e3 * seconds / len(seen):.1f}" for seconds in (seen_e2e, e2e, seen_first, first)]
             print("ms a request, seen and counted: whole {}, {}; first token {}, {}".format(*each))
+            # a send returns after its client has it, at times
+            assert e2e <= seen_e2e + 0.001 * len(seen) and first <= seen_first + 0.001 * len(seen)
             is_whole_close = abs(e2e - seen_e2e) <= 0.02 * seen_e2e + 0.002 * len(seen)
             if is_whole_close and abs(first - seen_first) <= 0.005 * len(seen):
                 return
