@@ -43,6 +43,7 @@ def serve(
         int | None, typer.Option(help="torch threads of a model; 0: half of the cores")
     ] = None,
     load_timeout_s: Setting = None,
+    log_format: Annotated[str | None, typer.Option(help="text, json or off: a line a request")] = None,
     run_dir: Annotated[str | None, typer.Option(help="parent of the run folder")] = None,
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0: every interface")] = "127.0.0.1",
     http_port: Annotated[int, typer.Option(help="0: a free one")] = 8000,
@@ -74,6 +75,7 @@ def serve(
         "hidden_transport": hidden_transport,
         "threads": threads,
         "load_timeout_s": load_timeout_s,
+        "log_format": log_format,
         "run_dir": run_dir,
     }
     from inkling.server import RunningServer, ServerOptions, load_settings

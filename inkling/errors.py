@@ -20,9 +20,10 @@ from __future__ import annotations
 
 
 class InklingError(Exception):
-    """Base class. ``code`` is the name of a ``pb_utils.TritonError`` code."""
+    """Base class. ``code`` is the name of a ``pb_utils.TritonError`` code; ``reason`` stands in metrics and logs."""
 
     code = "INTERNAL"
+    reason = "error"
 
 
 class SettingsError(InklingError, ValueError):
@@ -39,18 +40,22 @@ class CheckpointError(InklingError, ValueError):
 
 class RequestError(InklingError, ValueError):
     code = "INVALID_ARG"
+    reason = "invalid"
 
 
 class QueueFullError(InklingError):
     code = "UNAVAILABLE"
+    reason = "queue_full"
 
 
 class DrainingError(InklingError):
     code = "UNAVAILABLE"
+    reason = "draining"
 
 
 class CancelledError(InklingError):
     code = "CANCELLED"
+    reason = "cancelled"
 
 
 class ProtocolError(InklingError):

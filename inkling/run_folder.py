@@ -63,6 +63,7 @@ class RunFolder:
         self._record = path / "target.json"
         self._failure = path / "target.error"
         self._loading = path / "target.pid"
+        self._restarts = path / "restarts"
 
     @classmethod
     def of_server(cls, root: Path, pid: int) -> RunFolder:
@@ -91,6 +92,17 @@ class RunFolder:
     def clock(self, model: str) -> Path:
         """Where ``model`` counts the time of its steps (``inkling.step_clock``)."""
         return self.path / f"{model}.clock"
+
+    def note_restarts(self, number: int) -> None:
+        """Whoever starts the server says how many failed ones came before it. It may be there before the models."""
+        self.create()
+        self._write(self._restarts, str(number))
+
+    def restarts(self) -> int:
+        try:
+            return int(self._restarts.read_text())
+        except FileNotFoundError:
+            return 0
 
     def announce_loading(self) -> None:
         """The target says that it loads, and in which process."""

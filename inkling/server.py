@@ -60,7 +60,9 @@ class ServerOptions:
     grpc_port: int = 8001
     metrics_port: int = 8002
     drain_timeout_s: float = 60.0  # requests still open after this are cut off
-    exit_timeout_s: int = 10  # for unloading; a cancelled gRPC stream or an idle connection of a client uses it all
+    exit_timeout_s: int = (
+        10  # for unloading; a cancelled gRPC stream or an idle connection of a client uses it all
+    )
     shared_memory_bytes: int = 64 << 20  # of each model's region; one that never grows never remaps
     thread_pool_size: int = 32  # of each model: every call between models and every send holds one thread
     log_verbose: int = 0
@@ -81,6 +83,7 @@ class RunningServer:
         *,
         model_repository: Path | None = None,
         report: Callable[[str], None] = lambda line: None,
+        restarts: int = 0,  # servers that failed before this one
     ):
         self.settings = replace(settings, checkpoint=_absolute(settings.checkpoint))
         self.options = options or ServerOptions()
@@ -88,6 +91,7 @@ class RunningServer:
         self.log: deque[str] = deque(maxlen=LOG_LINES)
         self.is_ready = False
         self._report = report
+        self._restarts = restarts
         self._region_prefix = f"inkling_{secrets.token_hex(6)}_"
         self._process: subprocess.Popen[str] | None = None
         self._work: Path | None = None
@@ -142,6 +146,8 @@ class RunningServer:
             preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),  # no server without its serve
         )
         self._run_folder = RunFolder.of_server(self.settings.run_root, self.pid)
+        if self._restarts:
+            self._run_folder.note_restarts(self._restarts)
         self._reader = threading.Thread(target=self._read_log, name="server log", daemon=True)
         self._reader.start()
         while not self._answers_ready():

@@ -43,6 +43,7 @@ class Settings:
     )
     threads: int = 0  # torch threads of target and draft; 0: half of the cores. Part of the promise
     tensor_parallel_size: int = 1
+    log_format: str = "text"  # text | json | off: one line for every request at its end
     run_dir: str = ""  # parent of the run folder; empty: the system's temporary directory
     load_timeout_s: int = 1800  # how long the draft waits for the target to load
 
@@ -62,6 +63,7 @@ class Settings:
         _check(
             self.hidden_transport in transports, "hidden_transport", self.hidden_transport, "ring or dlpack"
         )
+        _check(self.log_format in ("text", "json", "off"), "log_format", self.log_format, "text, json or off")
         _check(self.prefix_block > 0, "prefix_block", self.prefix_block, "1 or more")
         _check(self.max_context >= 0, "max_context", self.max_context, "0 or more")
         _check(self.tensor_parallel_size == 1, "tensor_parallel_size", self.tensor_parallel_size, "1 for now")

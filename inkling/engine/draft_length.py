@@ -70,22 +70,32 @@ class Load:
 
 
 class DraftLength:
-    """Fixed: every sequence drafts all it may."""
+    """Fixed: every sequence drafts all it may. ``clock`` gives seconds."""
 
     is_auto = False
 
-    def __init__(self, num_depths: int):
+    def __init__(self, num_depths: int, clock: Callable[[], float] = time.perf_counter):
         self.num_drafts = num_depths  # of the next step, for each sequence
         self.num_depths = num_depths  # a sequence that keeps more gives them up
+        self.target_s = self.draft_s = 0.0  # seconds of all calls so far
+        self._clock = clock
+        self._started = 0.0
 
     def call_starts(self) -> None:
         """Before either call."""
+        self._started = self._clock()
 
-    def target_ran(self, rows: int, prompt_rows: int) -> None:
-        """After the target's call."""
+    def target_ran(self, rows: int, prompt_rows: int) -> float:
+        """After the target's call; returns its seconds."""
+        seconds = self._clock() - self._started
+        self.target_s += seconds
+        return seconds
 
-    def draft_ran(self, segments: list[int]) -> None:
-        """After the draft's, with the words of its segments (``DraftStep.segments``)."""
+    def draft_ran(self, segments: list[int]) -> float:
+        """After the draft's, with the words of its segments (``DraftStep.segments``); returns its seconds."""
+        seconds = self._clock() - self._started
+        self.draft_s += seconds
+        return seconds
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
         """One sequence's drafts of a step, and how many stood."""
@@ -99,23 +109,22 @@ class DraftLength:
 
 
 class AutoDraftLength(DraftLength):
-    """Learns and chooses. ``clock`` gives seconds."""
+    """Learns and chooses."""
 
     is_auto = True
 
     def __init__(self, num_depths: int, clock: Callable[[], float] = time.perf_counter):
-        super().__init__(num_depths)
+        super().__init__(num_depths, clock)
         self.max_depths = num_depths
         self.costs = StepCosts(num_depths)
         self.best = num_depths  # the best length, were every sequence to have that many depths
         self.hope = num_depths  # a longer one that may be better for all that is known; else the best
-        self._clock = clock
         self._tried = [0.0] * num_depths  # evidence on each depth: verifications, of which
         self._stood = [0.0] * num_depths  # ... so many stood
         self._counts: Counter[tuple[int, int]] = Counter()  # (verified, accepted) since the last choice
         self._prefilled = self._emitted = 0.0  # prompt rows and tokens of late
         self._prompt_rows = 0.0  # in a usual step
-        self._started = self._step_started = 0.0
+        self._step_started = 0.0
         self._called_s = 0.0  # seconds of both calls since ``_step_started``
         self._steps = 0  # choices so far
         self._first_lengths: list[int] = []  # still to be tried at this load, the longest first
@@ -128,19 +137,17 @@ class AutoDraftLength(DraftLength):
 
     # What happened.
 
-    def call_starts(self) -> None:
-        self._started = self._clock()
-
-    def target_ran(self, rows: int, prompt_rows: int) -> None:
-        seconds = self._clock() - self._started
+    def target_ran(self, rows: int, prompt_rows: int) -> float:
+        seconds = super().target_ran(rows, prompt_rows)
         if self._step_started:
             self.costs.add_rest(max(0.0, self._started - self._step_started - self._called_s))
         self._step_started, self._called_s = self._started, seconds
         if prompt_rows <= MAX_PROMPT_SHARE * rows:
             self.costs.add_target(rows, seconds)
+        return seconds
 
-    def draft_ran(self, segments: list[int]) -> None:
-        seconds = self._clock() - self._started
+    def draft_ran(self, segments: list[int]) -> float:
+        seconds = super().draft_ran(segments)
         self._called_s += seconds
         deepest = rows = prompt_rows = 0
         for first, end, depths, drafts in zip(*(segments[word::9] for word in (4, 5, 6, 7)), strict=True):
@@ -152,6 +159,7 @@ class AutoDraftLength(DraftLength):
             self.costs.add_draft(deepest, rows / max(1, deepest), seconds)
         else:
             self.costs.add_prompt(prompt_rows, seconds, deepest, (rows - prompt_rows) / deepest)
+        return seconds
 
     def verified(self, num_drafts: int, num_accepted: int) -> None:
         self._counts[num_drafts, num_accepted] += 1

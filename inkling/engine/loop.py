@@ -19,13 +19,14 @@ from inkling.engine.beside import Beside
 from inkling.engine.channel import Channel, Session, records, target_words
 from inkling.engine.clients import DraftClient, TargetClient
 from inkling.engine.log_probs import take_log_probs
+from inkling.engine.metrics import EngineMetrics, RequestTrace, TokenTotals
 from inkling.engine.outbox import Assembler, Outbox, Reply, Sender
 from inkling.engine.pages import CacheLayout
 from inkling.engine.request import GenerateRequest
 from inkling.engine.scheduler import EngineLimits, PlannedPass, Scheduler, Segment
 from inkling.engine.sequence import Phase, Sequence, text_error
 from inkling.engine.verify import accepted_prefix
-from inkling.errors import CancelledError, DrainingError, InklingError, ModelError, RequestError
+from inkling.errors import CancelledError, DrainingError, InklingError, ModelError
 from inkling.protocol import DraftStep, TargetStep
 
 _log = logging.getLogger(__name__)
@@ -59,7 +60,8 @@ class Engine:
             )
         self.limits = limits
         self.scheduler = Scheduler(limits, layout)
-        self.sender = Sender(self._wake)
+        self.metrics = EngineMetrics(limits.num_draft_tokens)
+        self.sender = Sender(self._wake, self.metrics)
         self._replies = Beside()
         self._target, self._draft = target, draft
         self._to_target = Channel(TargetStep, session)
@@ -81,29 +83,14 @@ class Engine:
         assembler: Assembler | None = None,
         *,
         stream: bool = False,
+        trace: RequestTrace | None = None,
     ) -> Sequence:
-        """Queues a request and returns its handle; its answer goes to ``reply``.
+        """Queues a request and returns its handle; its answer goes to ``reply``. ``trace``: of one that came earlier.
 
         Raises RequestError, QueueFullError or DrainingError, and has not touched ``reply`` then.
         """
-        limits, num_prompt = self.limits, len(request.prompt_ids)
-        room = limits.max_context - num_prompt
-        if num_prompt < 1 or room < 1:
-            raise RequestError(
-                f"the prompt has {num_prompt} tokens; 1 to {limits.max_context - 1} are allowed"
-            )
-        if request.stop.max_tokens < 1:
-            raise RequestError(f"max_tokens is {request.stop.max_tokens}; it must be 1 or more")
-        if not 0 <= request.num_draft_tokens <= limits.num_draft_tokens:
-            given = request.num_draft_tokens
-            raise RequestError(f"num_draft_tokens is {given}; it must be 0 to {limits.num_draft_tokens}")
-        sequence = Sequence(
-            request,
-            Outbox(reply, stream, num_prompt),
-            assembler,
-            max_tokens=min(request.stop.max_tokens, room),
-            deadline=time.monotonic() + request.timeout_us / 1e6 if request.timeout_us else math.inf,
-        )
+        outbox = Outbox(reply, stream, len(request.prompt_ids), trace)
+        sequence = self.limits.sequence(request, outbox, assembler)
         with self._changed:
             if self._draining or self._closing:
                 raise DrainingError("the server is about to stop; send the request to another one")
@@ -143,6 +130,11 @@ class Engine:
         self._answer(failed, DrainingError(STOPPED))  # also when the loop hangs in a call that never returns
         self.sender.close(timeout_s)
 
+    def totals(self) -> TokenTotals:
+        """Of all requests up to now."""
+        with self._changed:
+            return self.metrics.totals.with_open(self._open)
+
     def _wake(self) -> None:
         with self._changed:
             self._attention = True
@@ -171,6 +163,7 @@ class Engine:
     def step(self) -> bool:
         """One step for all running sequences; whether work remains. Raises nothing."""
         try:
+            self.scheduler.pace.schedule_starts()
             self._retire()
             self._admit()
             if plan := self.scheduler.plan():
@@ -223,6 +216,7 @@ class Engine:
         with self._changed:
             admitted = self.scheduler.admit()
         for sequence in admitted:
+            self.metrics.admitted(sequence)
             self._to_target.open(sequence)
             if sequence.num_depths:
                 self._to_draft.open(sequence)
@@ -282,8 +276,11 @@ class Engine:
             if segment.log_probs:
                 segment.log_probs = segment.log_probs[: len(segment.emitted)]
             record(sequence)
-            sequence.total_draft_tokens += num_drafts
-            sequence.total_accepted_draft_tokens += min(accepted, len(segment.emitted))
+            if num_drafts:
+                accepted = min(accepted, len(segment.emitted))
+                sequence.total_draft_tokens += num_drafts
+                sequence.total_accepted_draft_tokens += accepted
+                sequence.accepted[accepted] += 1
             if sequence.finish_reason:
                 sequence.num_computed = min(sequence.num_computed, len(sequence.ids))  # not past the cut
                 self._end(sequence)
@@ -347,10 +344,12 @@ class Engine:
         finished = [sequence for sequence in sequences if sequence.phase is Phase.FINISHED]
         if finished:
             with self._changed:
+                self.metrics.totals.add(self._open.intersection(finished))
                 self._open.difference_update(finished)
 
     def _end(self, sequence: Sequence, error: InklingError | None = None) -> None:
         """Takes a sequence out of queue or batch; ``error`` goes to its outbox."""
+        sequence.outbox.trace.count(sequence)
         if sequence.phase is Phase.RUNNING:
             self._to_target.close(sequence)
             self._to_draft.close(sequence)
@@ -376,6 +375,7 @@ class Engine:
     def _answer(self, sequences: list[Sequence], error: InklingError) -> None:
         for sequence in sequences:
             sequence.phase = Phase.FINISHED
+            sequence.outbox.trace.count(sequence)
             sequence.outbox.fail(error)
         self._post(sequences)
 

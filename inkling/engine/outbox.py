@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from inkling.engine.log_probs import TokenLogProb
+from inkling.engine.metrics import EngineMetrics, RequestTrace
 from inkling.errors import InklingError
 
 _log = logging.getLogger(__name__)
@@ -70,8 +71,10 @@ class Assembler(Protocol):
 class Outbox:
     """What one request is still owed. ``push`` and ``drain`` may be called from different threads."""
 
-    def __init__(self, reply: Reply, stream: bool, num_input_tokens: int):
+    def __init__(self, reply: Reply, stream: bool, num_input_tokens: int, trace: RequestTrace | None = None):
         self.reply = reply
+        self.trace = trace or RequestTrace()
+        self.trace.num_prompt_tokens = num_input_tokens
         self.stream = stream  # else: one chunk, the final one
         self.cancelled = False  # set by the sender or by Engine.cancel; the loop acts on it at the next step
         self.queued = False  # the sender's
@@ -96,6 +99,8 @@ class Outbox:
             if self._complete:
                 return
             chunk = self._chunk
+            if ids and not (self.stream or chunk.ids):
+                self.trace.first_token = time.monotonic()
             chunk.ids += ids
             if text:
                 self._text.append(text)
@@ -136,8 +141,9 @@ class Outbox:
 class Sender:
     """Sends for all requests. ``on_cancel`` is called, by this thread, when a client has gone away."""
 
-    def __init__(self, on_cancel: Callable[[], None]):
+    def __init__(self, on_cancel: Callable[[], None], metrics: EngineMetrics):
         self._on_cancel = on_cancel
+        self._metrics = metrics
         self._changed = threading.Condition()
         self._ready: deque[Outbox] = deque()
         self._open: deque[Outbox] = deque()  # to be polled, the next one first
@@ -226,6 +232,7 @@ class Sender:
             _log.exception("a response could not be sent; its request ends")
             self._give_up(outbox, chunk)
             return
+        self._metrics.sent(outbox, chunk)
         if chunk.final:
             self._finished(outbox)
 
@@ -234,10 +241,12 @@ class Sender:
         error = InklingError("a response could not be sent; the server's log has the reason")
         outbox.fail(error)
         outbox.drain()
+        last = Chunk(error=failed.error or error, final=True)
         try:
-            outbox.reply.send(Chunk(error=failed.error or error, final=True))
+            outbox.reply.send(last)
         except Exception:
             _log.exception("nor could its error be sent")
+        self._metrics.sent(outbox, last)
         self._finished(outbox)
         self._cancel(outbox)
 

@@ -25,18 +25,28 @@ class StepPace:
     """``clock`` gives seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self.num_steps = 0  # so far
+        self.schedule_s = self.step_s = 0.0  # seconds of all steps so far: until planned; from there on
         self._clock = clock
+        self._begun = 0.0
         self._started, self._rows, self._num_decodes = 0.0, 0, 0  # of the step under way
         self._costs = CostTable()  # of whole steps
         self._largest = 0  # rows of the largest step so far
         self._latest: deque[float] = deque(maxlen=WINDOW)  # seconds of steps that streams waited for
 
+    def schedule_starts(self) -> None:
+        """Before anything is done for a step."""
+        self._begun = self._clock()
+
     def step_starts(self, rows: int, num_decodes: int) -> None:
         """Before a step of ``rows`` target rows, for which ``num_decodes`` running answers wait."""
         self._started, self._rows, self._num_decodes = self._clock(), rows, num_decodes
+        self.schedule_s += self._started - self._begun
 
     def step_ran(self) -> None:
         seconds = self._clock() - self._started
+        self.num_steps += 1
+        self.step_s += seconds
         self._costs.add(self._rows, seconds)
         self._largest = max(self._largest, self._rows)
         if self._num_decodes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from bisect import insort
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ from typing import NamedTuple
 from inkling.engine.draft_length import AutoDraftLength, DraftLength, choose_lengths
 from inkling.engine.draft_window import Window
 from inkling.engine.log_probs import TokenLogProb
+from inkling.engine.outbox import Assembler, Outbox
 from inkling.engine.pace import StepPace
 from inkling.engine.pages import (
     CacheLayout,
@@ -21,6 +24,7 @@ from inkling.engine.pages import (
     worst_case_pages,
 )
 from inkling.engine.prefix_cache import PrefixCache
+from inkling.engine.request import GenerateRequest
 from inkling.engine.sequence import Phase, Sequence
 from inkling.errors import InklingError, QueueFullError, RequestError
 from inkling.settings import Settings
@@ -66,6 +70,19 @@ class EngineLimits:
         for name in ("num_draft_tokens", "prefix_block", "max_prompt_chunk"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+
+    def sequence(self, request: GenerateRequest, outbox: Outbox, assembler: Assembler | None) -> Sequence:
+        """A new one; its deadline counts from now. Raises RequestError when no state of the engine could serve it."""
+        num_prompt, given = len(request.prompt_ids), request.num_draft_tokens
+        if not 1 <= num_prompt < self.max_context:
+            raise RequestError(f"the prompt has {num_prompt} tokens; 1 to {self.max_context - 1} are allowed")
+        if request.stop.max_tokens < 1:
+            raise RequestError(f"max_tokens is {request.stop.max_tokens}; it must be 1 or more")
+        if not 0 <= given <= self.num_draft_tokens:
+            raise RequestError(f"num_draft_tokens is {given}; it must be 0 to {self.num_draft_tokens}")
+        max_tokens = min(request.stop.max_tokens, self.max_context - num_prompt)
+        deadline = time.monotonic() + request.timeout_us / 1e6 if request.timeout_us else math.inf
+        return Sequence(request, outbox, assembler, max_tokens=max_tokens, deadline=deadline)
 
 
 @dataclass(slots=True)

@@ -66,6 +66,7 @@ class Sequence:
         ] = []  # of the prompt's tokens from the second on, as computed
         self.total_draft_tokens = 0  # drafts the target has verified
         self.total_accepted_draft_tokens = 0  # of those, accepted and emitted
+        self.accepted = [0] * (request.num_draft_tokens + 1)  # verifications by drafts accepted and emitted
 
     @property
     def num_emitted(self) -> int:

@@ -96,7 +96,11 @@ class CudaLayer:
     def product_shapes(self) -> list[tuple[int, int]]:
         """(N, K) of the weights that whole passes are multiplied with."""
         attn, mlp = self.weights.attn, self.weights.mlp
-        others = (mlp.w13, mlp.w2) if isinstance(mlp, DenseWeights) else (mlp.gate, self.shared_w13, self.shared_w2)
+        others = (
+            (mlp.w13, mlp.w2)
+            if isinstance(mlp, DenseWeights)
+            else (mlp.gate, self.shared_w13, self.shared_w2)
+        )
         return [tuple(weight.shape) for weight in (attn.qkvr, attn.o, *others)]
 
     def forward(

@@ -125,7 +125,9 @@ class CudaPasses:
         if count:
             slot, kind, index, page = records[:, :4].T.astype(np.int64)
             place = self._table_starts[kind] + slot * self._table_widths[kind] + index
-            last = dict(zip(place.tolist(), page.tolist(), strict=True))  # of equal places the last record counts
+            last = dict(
+                zip(place.tolist(), page.tolist(), strict=True)
+            )  # of equal places the last record counts
             count = len(last)
             place, page = (np.fromiter(column, np.int64, count) for column in (last.keys(), last.values()))
             if count > _MOST_UPDATES:  # every sequence opened again: not through the buffer

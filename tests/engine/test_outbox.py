@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from inkling.engine.metrics import EngineMetrics
 from inkling.engine.outbox import POLL_ROUND_S, Outbox, Sender
 from inkling.errors import CancelledError, InklingError
 from tests.engine.harness import RecordedReply
@@ -14,7 +15,7 @@ from tests.engine.harness import RecordedReply
 
 def make(stream: bool = True, **reply_options) -> tuple[Sender, Outbox, RecordedReply, list]:
     cancels: list[int] = []
-    sender = Sender(lambda: cancels.append(1))
+    sender = Sender(lambda: cancels.append(1), EngineMetrics(0))
     reply = RecordedReply(**reply_options)
     outbox = Outbox(reply, stream, 7)
     sender.register(outbox)
@@ -141,7 +142,7 @@ def test_finished_requests_are_not_polled():
 
 def test_the_thread_sends_in_order_polls_all_and_ends_when_closed():
     cancels = threading.Event()
-    sender = Sender(cancels.set)
+    sender = Sender(cancels.set, EngineMetrics(0))
     sender.start()
     replies = [RecordedReply() for _ in range(20)]
     outboxes = [Outbox(reply, True, 1) for reply in replies]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import threading
 from dataclasses import replace
+from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
@@ -14,9 +15,11 @@ from inkling.bls import BlsDraft, BlsTarget
 from inkling.deployment import Deployment
 from inkling.engine.channel import Session
 from inkling.engine.loop import Engine
+from inkling.engine.metrics import RequestTrace
 from inkling.engine.scheduler import EngineLimits
 from inkling.errors import InklingError
 from inkling.interface import InterfaceContext
+from inkling.metrics import Publisher
 from inkling.protocol import ENSEMBLE_MODEL
 from inkling.run_folder import RunFolder
 from inkling.settings import Settings
@@ -44,21 +47,28 @@ class TritonPythonModel:
         target, draft = BlsTarget(pb_utils, deployment.sends_hidden), BlsDraft(pb_utils)
         self._engine = Engine(limits, deployment.layout, target, draft, session)
         self._engine.start()
+        self._publisher = Publisher(pb_utils, self._engine, settings.log_format, self._folder.restarts())
+        self._publisher.start()
         threading.Thread(
             target=self._folder.serve_drain, args=(self._drain,), name="drain", daemon=True
         ).start()
 
     def execute(self, requests: list) -> None:
         for request in requests:
-            sender = request.get_response_sender()
+            sender, trace = request.get_response_sender(), RequestTrace(request.request_id())
             try:
                 parsed = read_request(request, self._context)
                 reply = TritonReply(pb_utils, sender, parsed)
-                self._engine.submit(parsed.request, reply, parsed.assembler, stream=parsed.stream)
+                stream, assembler = parsed.stream, parsed.assembler
+                self._engine.submit(parsed.request, reply, assembler, stream=stream, trace=trace)
             except InklingError as error:
-                send_error(pb_utils, sender, error)
+                self._reject(sender, trace, error)
             except Exception as error:
-                send_error(pb_utils, sender, InklingError(f"the request could not be read: {error!r}"))
+                self._reject(sender, trace, InklingError(f"the request could not be read: {error!r}"))
+
+    def _reject(self, sender: Any, trace: RequestTrace, error: InklingError) -> None:
+        send_error(pb_utils, sender, error)
+        self._engine.metrics.reject(trace, error)
 
     def _drain(self, timeout_s: float) -> bool:
         if not self._engine.drain(timeout_s):
@@ -70,6 +80,7 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         self._engine.close()
+        self._publisher.stop()
         self._folder.remove()
 
 
