@@ -121,7 +121,7 @@ def health(
     url: Annotated[str, typer.Option(help="http://host:port")] = "http://127.0.0.1:8000",
     timeout: Annotated[float, typer.Option(help="seconds for the whole answer")] = 10.0,
 ) -> None:
-    """Ask a running server for three tokens through all three models; exits 1 with the reason when it does not serve."""
+    """Ask a running server for three tokens through all three models; exits 1 with the reason if none come."""
     from inkling.health import ailment
 
     if reason := ailment(url.removeprefix("http://").rstrip("/"), timeout):
