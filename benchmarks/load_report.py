@@ -141,7 +141,8 @@ def measure(
         load("streams", count, ["--concurrency-range", str(count)], max(num, 2 * count))
     best = max(float(row["requests_per_s"]) for row in rows)
     for rate in rates or [round(fraction * best, 2) for fraction in FRACTIONS]:
-        load("poisson", rate, ["--request-rate-range", str(rate), "--request-distribution", "poisson"], num)
+        arrivals = ["--request-rate-range", str(rate), "--request-distribution", "poisson"]
+        load("poisson", rate, arrivals, max(num, math.ceil(rate)))  # perf_analyzer refuses less than a second
     return rows
 
 

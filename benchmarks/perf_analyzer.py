@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -91,14 +90,24 @@ def run(url: str, data: Path, load: Sequence[str], num_requests: int) -> list[An
     folder = install()
     with tempfile.TemporaryDirectory() as name:
         profile = Path(name) / "profile.json"
-        command = [str(folder / "perf_analyzer"), "-m", ENSEMBLE_MODEL, "-u", url, "-i", "grpc"]
+        command = [
+            "env",
+            f"LD_LIBRARY_PATH={folder}",
+            str(folder / "perf_analyzer"),
+            "-m",
+            ENSEMBLE_MODEL,
+            "-u",
+            url,
+            "-i",
+            "grpc",
+        ]
         command += ["--streaming", "--async", "--input-data", str(data), *load]
         command += ["--request-count", str(num_requests), "--profile-export-file", str(profile)]
         command += ["-f", str(Path(name) / "report.csv")]
-        environ = {**os.environ, "LD_LIBRARY_PATH": str(folder)}
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=TIMEOUT_S)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
         if done.returncode:
-            sys.exit(f"perf_analyzer ended with {done.returncode}:\n{(done.stdout + done.stderr)[-2000:]}")
+            said = done.stderr + done.stdout  # the reason stands first, before pages of usage
+            sys.exit(f"perf_analyzer ended with {done.returncode}: {said[:1000]}")
         answers = read_profile(profile)
     if len(answers) != num_requests:
         sys.exit(f"perf_analyzer was answered {len(answers)} of {num_requests} requests")
