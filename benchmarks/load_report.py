@@ -111,17 +111,21 @@ def check_texts(answers: list[Answer], texts: dict[str, str]) -> None:
             sys.exit(f"the answer to {answer.prompt[:60]!r} differs between loads; nothing is reported")
 
 
-def compare(
-    server: RunningServer, folder: Path, prompts: list[list[int]], rounds: int
-) -> tuple[float, float]:
-    """Tokens per second of one stream: by the client of ``benchmarks.cpu``, and by perf_analyzer; medians."""
+def compare(server: RunningServer, folder: Path, prompts: list[list[int]], rounds: int) -> float:
+    """By how much perf_analyzer's tokens per second of one stream exceed those of the client of ``benchmarks.cpu``.
+
+    The median over rounds of the two in turn: what else the machine does changes from round to round, not within one.
+    """
     data = folder / "cpu.json"
     data.write_text(json.dumps(cpu_requests(prompts)))
     ours, theirs = [], []
     for _ in range(rounds):
         ours.append(cpu.timed(lambda ids: cpu.generate_http(server.http_url, ids, cpu.N), prompts))
         theirs.append(token_rate(run(server.grpc_url, data, ["--concurrency-range", "1"], len(prompts))))
-    return statistics.median(ours), statistics.median(theirs)
+    medians = f"benchmarks.cpu {statistics.median(ours):.1f}, perf_analyzer {statistics.median(theirs):.1f} tokens/s"
+    difference = statistics.median(theirs[k] / ours[k] - 1 for k in range(rounds))
+    print(f"one stream, medians of {rounds}: {medians}; differing by {difference:+.1%}", flush=True)
+    return difference
 
 
 def measure(
@@ -177,7 +181,7 @@ def main(
     num_requests: Annotated[int, typer.Option(help="of each load, and two a stream at least")] = 24,
     data: Annotated[Path | None, typer.Option(help="requests in perf_analyzer's format")] = None,
     checkpoint: Annotated[Path, typer.Option(help="other settings: INKLING_<SETTING>")] = cpu.CHECKPOINT,
-    rounds: Annotated[int, typer.Option(help="of the comparison with benchmarks.cpu; 0: none")] = 3,
+    rounds: Annotated[int, typer.Option(help="of the comparison with benchmarks.cpu; 0: none")] = 5,
     num_prompts: Annotated[int, typer.Option(help="of the comparison")] = 8,
     agreement: Annotated[float, typer.Option(help="of the two clients: largest relative difference")] = 0.15,
     ttft_bound_ms: Annotated[float, typer.Option(help="goodput: time to first token")] = 1000.0,
@@ -198,11 +202,7 @@ def main(
         if rounds:
             encode = load_tokenizer(str(checkpoint)).encode
             ids = [encode(prompt).ids for prompt in prompts[:num_prompts]]
-            ours, theirs = compare(server, Path(name), ids, rounds)
-            difference = theirs / ours - 1
-            print(
-                f"one stream: benchmarks.cpu {ours:.1f}, perf_analyzer {theirs:.1f} tokens/s: {difference:+.1%}"
-            )
+            difference = compare(server, Path(name), ids, rounds)
         rows = measure(server.grpc_url, data, counts, numbers(rates), num_requests, bounds)
     conditions = {
         "date": datetime.now(UTC).date().isoformat(),

@@ -137,5 +137,5 @@ def test_a_tiny_run_ends_with_table_rows_and_picture(tmp_path):
         assert float(row["tokens_per_s"]) > 0
         assert 0 < float(row["ttft_p50_ms"]) <= float(row["ttft_p99_ms"])
         assert f"| {row['tokens_per_s']} |" in done.stdout
-    assert "one stream: benchmarks.cpu " in done.stdout
+    assert "one stream, medians of 1: benchmarks.cpu " in done.stdout
     assert (tmp_path / "load_report.png").read_bytes().startswith(b"\x89PNG")
