@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
 
-.PHONY: install demo test test-slow soak lint bench clean
+.PHONY: install demo test test-slow soak lint bench load clean
 
 install: $(STAMP)
 
@@ -34,5 +34,9 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.cpu
 
+# LOAD="--concurrency 1,64 --num-requests 500" for more; --help lists all
+load: $(STAMP)
+	$(BIN)/python -m benchmarks.load_report $(LOAD)
+
 clean:
-	rm -rf .venv
+	rm -rf .venv .cache

@@ -119,6 +119,20 @@ def generate(
 
 
 @app.command()
+def health(
+    url: Annotated[str, typer.Option(help="http://host:port")] = "http://127.0.0.1:8000",
+    timeout: Annotated[float, typer.Option(help="seconds for the whole answer")] = 10.0,
+) -> None:
+    """Ask a running server for three tokens through all three models; exits 1 with the reason if none come."""
+    from inkling.health import ailment
+
+    if reason := ailment(url.removeprefix("http://").rstrip("/"), timeout):
+        _note(f"error: {reason}")
+        raise typer.Exit(1)
+    print("healthy")
+
+
+@app.command()
 def check(directory: Annotated[Path, typer.Argument(help=_CHECKPOINT)]) -> None:
     """Check every tensor of a checkpoint and print its sizes; exits 1 when a rule is broken."""
     from inkling.check import check_checkpoint

@@ -93,7 +93,8 @@ def check_numpy(numpy_version: str, server_version: str) -> None:
 def model_repository() -> Path:
     """The folder of the three models: beside this package in a checkout, under ``share`` of a wheel."""
     checkout = Path(__file__).parents[1] / "model_repository"
-    installed = Path(sys.prefix) / "share" / "inkling-triton" / "model_repository"
+    # not sys.prefix: Debian's and Ubuntu's own Python has /usr there and installs below /usr/local
+    installed = Path(sysconfig.get_path("data")) / "share" / "inkling-triton" / "model_repository"
     for folder in (checkout, installed):
         if folder.is_dir():
             return folder
