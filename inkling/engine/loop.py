@@ -25,7 +25,7 @@ from inkling.engine.request import GenerateRequest
 from inkling.engine.scheduler import EngineLimits, PlannedPass, Scheduler, Segment
 from inkling.engine.sequence import Phase, Sequence, text_error
 from inkling.engine.verify import accepted_prefix
-from inkling.errors import CancelledError, DrainingError, InklingError, ModelError, RequestError
+from inkling.errors import CancelledError, DrainingError, InklingError, ModelError
 from inkling.protocol import DraftStep, TargetStep
 
 _log = logging.getLogger(__name__)
@@ -86,22 +86,13 @@ class Engine:
 
         Raises RequestError, QueueFullError or DrainingError, and has not touched ``reply`` then.
         """
-        limits, num_prompt = self.limits, len(request.prompt_ids)
-        room = limits.max_context - num_prompt
-        if num_prompt < 1 or room < 1:
-            raise RequestError(
-                f"the prompt has {num_prompt} tokens; 1 to {limits.max_context - 1} are allowed"
-            )
-        if request.stop.max_tokens < 1:
-            raise RequestError(f"max_tokens is {request.stop.max_tokens}; it must be 1 or more")
-        if not 0 <= request.num_draft_tokens <= limits.num_draft_tokens:
-            given = request.num_draft_tokens
-            raise RequestError(f"num_draft_tokens is {given}; it must be 0 to {limits.num_draft_tokens}")
+        self.limits.check(request)
+        num_prompt = len(request.prompt_ids)
         sequence = Sequence(
             request,
             Outbox(reply, stream, num_prompt),
             assembler,
-            max_tokens=min(request.stop.max_tokens, room),
+            max_tokens=min(request.stop.max_tokens, self.limits.max_context - num_prompt),
             deadline=time.monotonic() + request.timeout_us / 1e6 if request.timeout_us else math.inf,
         )
         with self._changed:
@@ -138,10 +129,18 @@ class Engine:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(timeout_s)
-        with self._changed:
-            failed = list(self._open)
-        self._answer(failed, DrainingError(STOPPED))  # also when the loop hangs in a call that never returns
+        self.abandon(DrainingError(STOPPED))
         self.sender.close(timeout_s)
+
+    def abandon(self, error: InklingError) -> None:
+        """Answers every open request now and takes no more, also when the loop hangs in a call."""
+        with self._changed:
+            self._closing = True
+            failed = [sequence.outbox for sequence in self._open]
+            self._changed.notify_all()
+        for outbox in failed:
+            outbox.fail(error)
+        self.sender.post(failed)
 
     def _wake(self) -> None:
         with self._changed:
@@ -371,13 +370,10 @@ class Engine:
             failed = list(self._open)
         self._to_target.reset()
         self._to_draft.reset()
-        self._answer(failed, error)
-
-    def _answer(self, sequences: list[Sequence], error: InklingError) -> None:
-        for sequence in sequences:
+        for sequence in failed:
             sequence.phase = Phase.FINISHED
             sequence.outbox.fail(error)
-        self._post(sequences)
+        self._post(failed)
 
     def _check_idle(self) -> None:
         try:

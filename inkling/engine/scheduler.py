@@ -21,6 +21,7 @@ from inkling.engine.pages import (
     worst_case_pages,
 )
 from inkling.engine.prefix_cache import PrefixCache
+from inkling.engine.request import GenerateRequest
 from inkling.engine.sequence import Phase, Sequence
 from inkling.errors import InklingError, QueueFullError, RequestError
 from inkling.settings import Settings
@@ -66,6 +67,17 @@ class EngineLimits:
         for name in ("num_draft_tokens", "prefix_block", "max_prompt_chunk"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be 0 or more")
+
+    def check(self, request: GenerateRequest) -> None:
+        """Raises RequestError for a request that no engine with these limits can serve."""
+        num_prompt = len(request.prompt_ids)
+        if not 1 <= num_prompt < self.max_context:
+            raise RequestError(f"the prompt has {num_prompt} tokens; 1 to {self.max_context - 1} are allowed")
+        if request.stop.max_tokens < 1:
+            raise RequestError(f"max_tokens is {request.stop.max_tokens}; it must be 1 or more")
+        if not 0 <= request.num_draft_tokens <= self.num_draft_tokens:
+            given = request.num_draft_tokens
+            raise RequestError(f"num_draft_tokens is {given}; it must be 0 to {self.num_draft_tokens}")
 
 
 @dataclass(slots=True)

@@ -15,13 +15,16 @@ from inkling.deployment import Deployment
 from inkling.engine.channel import Session
 from inkling.engine.loop import Engine
 from inkling.engine.scheduler import EngineLimits
-from inkling.errors import InklingError
+from inkling.errors import CancelledError, InklingError, ModelLostError
 from inkling.interface import InterfaceContext
-from inkling.protocol import ENSEMBLE_MODEL
+from inkling.liveness import Heartbeat, Watch, watch
+from inkling.protocol import DRAFT_MODEL, ENSEMBLE_MODEL, TARGET_MODEL
 from inkling.run_folder import RunFolder
 from inkling.settings import Settings
 from inkling.text import load_tokenizer
 from inkling.triton_io import TritonReply, read_request, send_error
+
+_CANCEL_S = 5.0  # for the answers of requests that a drain cuts off
 
 
 class TritonPythonModel:
@@ -29,6 +32,7 @@ class TritonPythonModel:
         settings = Settings.load()
         self._folder = RunFolder.of_parent(settings.run_root)
         self._folder.create()
+        heartbeat = Heartbeat(self._folder, ENSEMBLE_MODEL)
         record = self._folder.wait_for_target(settings.load_timeout_s, _report)
         deployment = Deployment.of(replace(settings, cache_bytes=record.cache_bytes))  # never asks a GPU
         config = deployment.config
@@ -41,12 +45,15 @@ class TritonPythonModel:
         )
         limits = EngineLimits.of(settings, deployment.max_context, deployment.num_draft_tokens)
         session = Session(record.key_words, record.generation)
-        target, draft = BlsTarget(pb_utils, deployment.sends_hidden), BlsDraft(pb_utils)
+        target = BlsTarget(pb_utils, heartbeat, deployment.sends_hidden)
+        draft = BlsDraft(pb_utils, heartbeat)
         self._engine = Engine(limits, deployment.layout, target, draft, session)
         self._engine.start()
-        threading.Thread(
-            target=self._folder.serve_drain, args=(self._drain,), name="drain", daemon=True
-        ).start()
+        called = [
+            Watch(self._folder, model, settings.step_timeout_s) for model in (TARGET_MODEL, DRAFT_MODEL)
+        ]
+        for target, *args in ((self._folder.serve_drain, self._drain), (watch, called, self._give_up)):
+            threading.Thread(target=target, args=args, name=target.__name__, daemon=True).start()
 
     def execute(self, requests: list) -> None:
         for request in requests:
@@ -60,13 +67,20 @@ class TritonPythonModel:
             except Exception as error:
                 send_error(pb_utils, sender, InklingError(f"the request could not be read: {error!r}"))
 
-    def _drain(self, timeout_s: float) -> bool:
+    def _drain(self, timeout_s: float) -> None:
         if not self._engine.drain(timeout_s):
-            return False
+            error = CancelledError(f"the server stops; the answer was not complete within {timeout_s:g} s")
+            self._engine.abandon(error)
+            self._engine.sender.wait_all_sent(_CANCEL_S)
         scheduler = self._engine.scheduler
         totals = {"preemptions": scheduler.num_preemptions, "prefix_hits": scheduler.prefixes.num_hits}
         _report(f"totals {json.dumps(totals)}")
-        return True
+
+    def _give_up(self, reason: str) -> None:
+        """A blocked call cannot be interrupted: the engine's loop may never come back."""
+        if not self._folder.drained.exists():  # else the server is being stopped
+            _report(reason)
+        self._engine.abandon(ModelLostError(f"{reason}; the server must be replaced"))
 
     def finalize(self) -> None:
         self._engine.close()
