@@ -106,6 +106,9 @@ class Watch:
             return f"{self.model} (pid {pid}) hangs: step {step} has taken {taken:.0f} s; see step_timeout_s"
         return ""
 
+    def is_in_step(self) -> bool:
+        return bool((self._words is not None or self._open()) and self._words[_STEP_BEGAN])
+
     def _elapsed(self, now: float, word: int) -> float:
         return now - max(self._words[word] / 1e9, self._watched_since)
 

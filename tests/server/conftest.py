@@ -91,6 +91,7 @@ class ServeCommand:
         ready, http, grpc, metrics, metrics_url, *_ = self.output.read_text().splitlines()[-1].split()
         assert (ready, metrics) == ("ready", "metrics") and metrics_url.endswith("/metrics")
         self.http_url, self.grpc_url = http.removeprefix("http://"), grpc.removeprefix("grpc://")
+        self.metrics_url = metrics_url.removeprefix("http://").removesuffix("/metrics")
         (run_folder,) = self.run_folders()
         self.server_pid = int(run_folder.name.split("-")[1])
         command = Path(f"/proc/{self.server_pid}/cmdline").read_text()
