@@ -67,7 +67,7 @@ def _call(pb_utils: Any, heartbeat: Heartbeat, model: str, inputs: list[Any], ou
     if response.has_error():
         error = _error_of(model, response.error().message())
         if isinstance(error, ModelLostError):
-            heartbeat.lost_model()
+            heartbeat.lost_model(model)
         raise error
     return response
 

@@ -12,12 +12,14 @@ import re
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 from inkling import process_group
 
 SHARED_MEMORY = Path("/dev/shm")
+KILL_S = 10.0
 _WORK_FOLDERS = "inkling-serve-"
 _OWNER = "owner"
 
@@ -58,6 +60,10 @@ def remove_leftovers(run_root: Path, report: Callable[[str], None] = lambda line
 
 
 def _kill(region_prefix: str) -> None:
-    for pid in process_group.with_word(region_prefix):
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
+    """SIGKILL to all of a server's processes; returns when none is left, or after some seconds."""
+    deadline = time.monotonic() + KILL_S
+    while (pids := process_group.with_word(region_prefix)) and time.monotonic() < deadline:
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)

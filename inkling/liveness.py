@@ -19,8 +19,10 @@ from pathlib import Path
 import numpy as np
 
 from inkling import process_group
+from inkling.protocol import DRAFT_MODEL, TARGET_MODEL
 from inkling.run_folder import RunFolder
 
+CALLED_MODELS = (TARGET_MODEL, DRAFT_MODEL)
 BEAT_S = 0.25
 STOPPED_S = 1.0  # stopped for as long: not the blink of a debugger
 SILENT_S = 10.0  # without a beat: something holds the interpreter
@@ -51,9 +53,9 @@ class Heartbeat:
             self._words[_STEP_BEGAN] = 0
             self._words[_STEPS] += 1
 
-    def lost_model(self) -> None:
+    def lost_model(self, model: str) -> None:
         """A model that this process calls did not answer: the server cannot go on, even if the model is there."""
-        self._words[_LOST] = 1
+        self._words[_LOST] = 1 + CALLED_MODELS.index(model)
 
     def _run(self, parent: int) -> None:
         while os.getppid() == parent:
@@ -73,7 +75,7 @@ class Watch:
     """One model process seen from another one. Ask ``trouble`` about once a second."""
 
     def __init__(self, folder: RunFolder, model: str, step_timeout_s: float):
-        self.model = model
+        self.model = self.lost = model  # lost: the model that is in trouble, this one or one that it calls
         self._file: Path = folder.heartbeat(model)
         self._step_timeout_s = step_timeout_s
         self._words: np.ndarray | None = None  # none until the model keeps it
@@ -91,8 +93,9 @@ class Watch:
         pid, started = int(self._words[_PID]), str(self._words[_START_TIME])
         if not process_group.is_running(pid, started):
             return f"{self.model} (pid {pid}) ended"
-        if self._words[_LOST]:
-            return f"{self.model} (pid {pid}) got no answer from a model that it calls"
+        if code := self._words[_LOST]:
+            self.lost = CALLED_MODELS[code - 1]
+            return f"{self.model} (pid {pid}) got no answer from {self.lost}"
         if process_group.state(pid) != "T":
             self._stopped_since = 0.0
         elif now - (self._stopped_since or now) >= STOPPED_S:

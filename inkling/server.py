@@ -245,7 +245,7 @@ class RunningServer:
             return load_failure(self.log) or f"the server ended with code {code}; its last lines:\n{last}"
         for watch in self._watches:
             if reason := watch.trouble():
-                self._lost = watch.model
+                self._lost = watch.lost
                 return f"{reason}; the server cannot go on without it"
         for member in process_group.members(self.pid):
             if member.is_zombie and member.parent == self.pid:

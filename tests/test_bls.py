@@ -23,7 +23,7 @@ class Heart:
         yield
         self.steps += 1
 
-    def lost_model(self) -> None:
+    def lost_model(self, model: str) -> None:
         self.is_lost = True
 
 

@@ -120,8 +120,10 @@ def test_a_watcher_that_did_not_run_blames_nobody(folder, model, monkeypatch) ->
 
 
 def test_a_model_that_got_no_answer_says_so(folder, model) -> None:
-    model("heartbeat.lost_model(); " + IDLE)
-    assert "got no answer" in trouble_within(Watch(folder, MODEL, 60), 2.0)
+    model("heartbeat.lost_model('inkling_mtp'); " + IDLE)
+    watched = Watch(folder, MODEL, 60)
+    assert "got no answer from inkling_mtp" in trouble_within(watched, 2.0)
+    assert watched.lost == "inkling_mtp"
 
 
 def test_whoever_waits_for_trouble_is_told_once(folder, model) -> None:

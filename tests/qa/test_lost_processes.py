@@ -52,7 +52,9 @@ def test_a_lost_model_process_is_answered_for_and_the_server_replaced(
     with suppress(ProcessLookupError):  # where it was replaced already
         os.kill(pid, signal.SIGCONT)
     if model != ENSEMBLE_MODEL:  # else nobody is there to say it
-        assert all(model in error for error in errors) and load.post.status == 503, (errors, load.post.answer)
+        # server 2.51 has one status for every error of this endpoint, 400; later ones say 503
+        assert all(model in error for error in (*errors, load.post.answer)), (errors, load.post.answer)
+        assert load.post.status in (400, 503)
     command.wait_ready(start=2)
     assert process_group.state(pid) in "ZX"
     expected.check(command)
