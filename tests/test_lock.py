@@ -1,4 +1,4 @@
-"""``constraints.txt`` is the lock of a CPU installation: every distribution that it takes, direct or not, in one version."""
+"""``constraints.txt`` is the lock of a CPU installation: every distribution, direct or not, in one version."""
 
 from __future__ import annotations
 

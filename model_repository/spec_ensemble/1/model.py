@@ -17,8 +17,8 @@ from inkling.engine.loop import Engine
 from inkling.engine.scheduler import EngineLimits
 from inkling.errors import CancelledError, InklingError, ModelLostError
 from inkling.interface import InterfaceContext
-from inkling.liveness import Heartbeat, Watch, watch
-from inkling.protocol import DRAFT_MODEL, ENSEMBLE_MODEL, TARGET_MODEL
+from inkling.liveness import CALLED_MODELS, Heartbeat, Watch, watch
+from inkling.protocol import ENSEMBLE_MODEL
 from inkling.run_folder import RunFolder
 from inkling.settings import Settings
 from inkling.text import load_tokenizer
@@ -49,9 +49,7 @@ class TritonPythonModel:
         draft = BlsDraft(pb_utils, heartbeat)
         self._engine = Engine(limits, deployment.layout, target, draft, session)
         self._engine.start()
-        called = [
-            Watch(self._folder, model, settings.step_timeout_s) for model in (TARGET_MODEL, DRAFT_MODEL)
-        ]
+        called = [Watch(self._folder, model, settings.step_timeout_s) for model in CALLED_MODELS]
         for target, *args in ((self._folder.serve_drain, self._drain), (watch, called, self._give_up)):
             threading.Thread(target=target, args=args, name=target.__name__, daemon=True).start()
 
