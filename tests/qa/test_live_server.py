@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from statistics import quantiles
+from statistics import median, quantiles
 from threading import Thread
 
 import grpc
@@ -155,7 +155,7 @@ def ids_of(response) -> list[int]:
 
 
 async def crowd(url: str, count: int, connections: int, inputs: dict) -> list[tuple[float, str, list[int]]]:
-    """``count`` streams opened at once: seconds to the end, error, tokens of each."""
+    """``count`` streams opened at once: seconds from the request to the end, error, tokens of each."""
     options = [("grpc.use_local_subchannel_pool", 1)]
     channels = [grpc.aio.insecure_channel(url, options) for _ in range(connections)]
     stubs = [service_pb2_grpc.GRPCInferenceServiceStub(channel) for channel in channels]
@@ -163,12 +163,14 @@ async def crowd(url: str, count: int, connections: int, inputs: dict) -> list[tu
     request = request_of(inputs)
 
     async def one(i: int) -> tuple[float, str, list[int]]:
-        start, ids = time.monotonic(), []
-        async for response in stubs[i % connections].ModelStreamInfer(iter([request]), timeout=300):
-            if response.error_message:
-                return time.monotonic() - start, response.error_message, ids
-            ids += ids_of(response)
-        return time.monotonic() - start, "", ids
+        call = stubs[i % connections].ModelStreamInfer(timeout=300)
+        await call.write(request)
+        start, ids, error = time.monotonic(), [], ""
+        await call.done_writing()
+        while not error and (response := await call.read()) is not grpc.aio.EOF:
+            error = response.error_message
+            ids += [] if error else ids_of(response)
+        return time.monotonic() - start, error, ids
 
     ends = await asyncio.gather(*(one(i) for i in range(count)))
     for channel in channels:
@@ -181,7 +183,9 @@ def test_a_thousand_streams_over_eight_connections(undisturbed) -> None:
     refused = [(seconds, error) for seconds, error, _ in ends if error]
     served = [ids for _, error, ids in ends if not error]
     assert len(served) >= 256 and all(ids == undisturbed.expected.ids for ids in served)
-    assert refused and all("queue" in error for _, error in refused), {error for _, error in refused}
+    assert refused and all("256 requests are waiting" in error for _, error in refused), {
+        error for _, error in refused
+    }
     slowest = max(seconds for seconds, _ in refused)
     print(f"{len(served)} served, {len(refused)} refused, the slowest refusal after {slowest:.2f} s")
     assert slowest < 1.0
@@ -190,7 +194,7 @@ def test_a_thousand_streams_over_eight_connections(undisturbed) -> None:
 
 def chunk_gaps(command: ServeCommand) -> list[float]:
     """Seconds between the chunks of one stream."""
-    arrived = [time.monotonic() for _ in stream_grpc(command.grpc_url, LONG | {"max_tokens": 150})]
+    arrived = [time.monotonic() for _ in stream_grpc(command.grpc_url, LONG | {"max_tokens": 300})]
     return [later - earlier for earlier, later in zip(arrived, arrived[1:], strict=False)]
 
 
@@ -220,9 +224,10 @@ def test_slow_readers(undisturbed, stub) -> None:
     pids = {undisturbed.server_pid, *(member.pid for member in undisturbed.processes())}
     p99_beside(undisturbed, open_streams)  # warm
     before = {pid: resident_bytes(pid) for pid in pids}
-    read, unread = (p99_beside(undisturbed, start) for start in (read_streams, open_streams))
+    rounds = [[p99_beside(undisturbed, start) for start in (read_streams, open_streams)] for _ in range(3)]
+    read, unread = (median(p99s) for p99s in zip(*rounds, strict=True))
     grown = {pid: (resident_bytes(pid) - before[pid]) / MIB for pid in pids}
-    print(f"p99 beside streams that are read {1e3 * read:.1f} ms, unread {1e3 * unread:.1f} ms; MiB {grown}")
+    print(f"p99 beside streams that are read and unread: {rounds} s; MiB grown: {grown}")
     assert unread < 1.5 * read + 0.02
     assert max(grown.values()) < 32
 
