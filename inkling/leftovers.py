@@ -45,8 +45,7 @@ def remove_leftovers(run_root: Path, report: Callable[[str], None] = lambda line
             OSError, ValueError
         ):  # another start removes it too, or it is not ours to read
             pid, started, prefix = (folder / _OWNER).read_text().split()
-            is_mine = folder.stat().st_uid == os.getuid() and re.fullmatch(r"inkling_\w{12}_", prefix)
-            if is_mine and not process_group.is_running(int(pid), started):
+            if folder.stat().st_uid == os.getuid() and not process_group.is_running(int(pid), started):
                 report(f"removing what a server left behind whose serve (pid {pid}) was killed")
                 _kill(prefix)
                 remove_regions(prefix)
@@ -60,7 +59,10 @@ def remove_leftovers(run_root: Path, report: Callable[[str], None] = lambda line
 
 
 def _kill(region_prefix: str) -> None:
-    """SIGKILL to all of a server's processes; returns when none is left, or after some seconds."""
+    """SIGKILL to all of a server's processes; returns when none is left, or after some seconds. Raises ValueError for
+    what is no prefix of ours: a word such as "python" is in the command lines of strangers."""
+    if not re.fullmatch(r"inkling_[0-9a-f]{12}_", region_prefix):
+        raise ValueError(f"{region_prefix!r} is no prefix of a server's shared memory")
     deadline = time.monotonic() + KILL_S
     while (pids := process_group.with_word(region_prefix)) and time.monotonic() < deadline:
         for pid in pids:

@@ -144,7 +144,8 @@ def test_a_process_ends_with_its_parent(folder) -> None:
     assert process.stdout.readline() == "ready\n"
     assert process_group.state(pid) in "SR"
     process.kill()
-    process.communicate()
+    process.wait()
+    process.stdout.close()  # not read to its end, which is the child's
     deadline = time.monotonic() + 5.0
     while process_group.state(pid) not in "ZX" and time.monotonic() < deadline:
         time.sleep(0.05)
