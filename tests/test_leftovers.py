@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import subprocess
 import sys
 import tempfile
@@ -12,7 +13,7 @@ import pytest
 from inkling import leftovers, process_group
 from inkling.leftovers import make_work_folder, remove_leftovers
 
-PREFIX = "inkling_0123456789ab_"
+PREFIX = f"inkling_{secrets.token_hex(6)}_"  # of this run alone: others may run at the same time
 
 
 @pytest.fixture(autouse=True)
