@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
 
-.PHONY: install demo test test-slow soak lint bench load clean
+.PHONY: install demo test test-slow qa soak lint bench load clean
 
 install: $(STAMP)
 
@@ -20,10 +20,13 @@ demo: $(STAMP)
 	$(BIN)/python demo/run.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not soak and not gpu"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not soak and not gpu and not qa"
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
+
+qa: $(STAMP)
+	$(BIN)/python -m pytest --durations=10 -m qa tests/qa
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -s -m soak

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from inkling import errors
-from inkling.errors import AccessError, InklingError, ModelError
+from inkling.errors import AccessError, InklingError, ModelError, ModelLostError
+from inkling.liveness import Heartbeat
 from inkling.protocol import CONTROL, DRAFT_MODEL, DRAFTS, HIDDEN, LOGPROBS, TARGET_MODEL, TOKENS, control_key
 
 _log = logging.getLogger(__name__)
@@ -23,8 +24,9 @@ _log = logging.getLogger(__name__)
 class BlsTarget:
     """``takes_hidden``: the hidden states come back as a tensor; otherwise the models share them by themselves."""
 
-    def __init__(self, pb_utils: Any, takes_hidden: bool):
+    def __init__(self, pb_utils: Any, heartbeat: Heartbeat, takes_hidden: bool):
         self._pb_utils = pb_utils
+        self._heartbeat = heartbeat  # of this process
         self._outputs = [TOKENS, HIDDEN] if takes_hidden else [TOKENS]
 
     def step(self, control: np.ndarray) -> tuple[np.ndarray, Any]:
@@ -39,36 +41,44 @@ class BlsTarget:
 
     def _step(self, control: np.ndarray, names: list[str]) -> dict[str, Any]:
         pb_utils = self._pb_utils
-        response = _call(pb_utils, TARGET_MODEL, [pb_utils.Tensor(CONTROL, control)], names)
+        inputs = [pb_utils.Tensor(CONTROL, control)]
+        response = _call(pb_utils, self._heartbeat, TARGET_MODEL, inputs, names)
         return {name: pb_utils.get_output_tensor_by_name(response, name) for name in names}
 
 
 class BlsDraft:
-    def __init__(self, pb_utils: Any):
+    def __init__(self, pb_utils: Any, heartbeat: Heartbeat):
         self._pb_utils = pb_utils
+        self._heartbeat = heartbeat
 
     def step(self, control: np.ndarray, hidden: Any) -> np.ndarray:
         """-> DRAFTS int32. ``hidden`` is passed on unseen; None: the draft has it already."""
         pb_utils = self._pb_utils
         inputs = [pb_utils.Tensor(CONTROL, control)]
         inputs += [] if hidden is None else [hidden]
-        response = _call(pb_utils, DRAFT_MODEL, inputs, [DRAFTS])
+        response = _call(pb_utils, self._heartbeat, DRAFT_MODEL, inputs, [DRAFTS])
         return pb_utils.get_output_tensor_by_name(response, DRAFTS).as_numpy()
 
 
-def _call(pb_utils: Any, model: str, inputs: list[Any], outputs: list[str]) -> Any:
+def _call(pb_utils: Any, heartbeat: Heartbeat, model: str, inputs: list[Any], outputs: list[str]) -> Any:
     request = pb_utils.InferenceRequest(model_name=model, requested_output_names=outputs, inputs=inputs)
-    response = request.exec()
+    with heartbeat.step():
+        response = request.exec()
     if response.has_error():
-        raise _error_of(model, response.error().message())
+        error = _error_of(model, response.error().message())
+        if isinstance(error, ModelLostError):
+            heartbeat.lost_model(model)
+        raise error
     return response
 
 
 def _error_of(model: str, message: str) -> InklingError:
-    """The exception that ``answer`` put into words; anything else is a ModelError."""
+    """The exception that ``answer`` put into words. Other words are the server's: the model could not answer."""
     name, _, rest = message.partition(": ")
     kind = getattr(errors, name, None)
-    if isinstance(kind, type) and issubclass(kind, errors.ProtocolError):
+    if not isinstance(kind, type):
+        return ModelLostError(f"{model} does not answer: {message}")
+    if issubclass(kind, errors.ProtocolError):
         return kind(rest)
     return ModelError(f"{model} failed: {message}")
 
@@ -79,10 +89,11 @@ def check_key(model: str, control: np.ndarray, key: bytes) -> None:
         raise AccessError(f"{model} is private to this server; send requests to spec_ensemble")
 
 
-def answer(pb_utils: Any, request: Any, step: Callable[[Any], list[Any]]) -> Any:
+def answer(pb_utils: Any, request: Any, step: Callable[[Any], list[Any]], heartbeat: Heartbeat) -> Any:
     """The response to one private call: the tensors ``step`` makes of it, or its error in words."""
     try:
-        return pb_utils.InferenceResponse(output_tensors=step(request))
+        with heartbeat.step():
+            return pb_utils.InferenceResponse(output_tensors=step(request))
     except Exception as error:
         if not isinstance(error, InklingError):
             _log.exception("a step failed")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import signal
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -44,12 +45,16 @@ def serve(
     ] = None,
     load_timeout_s: Setting = None,
     log_format: Annotated[str | None, typer.Option(help="text, json or off: a line a request")] = None,
+    step_timeout_s: Setting = None,
     run_dir: Annotated[str | None, typer.Option(help="parent of the run folder")] = None,
     host: Annotated[str, typer.Option(help="address to listen on; 0.0.0.0: every interface")] = "127.0.0.1",
     http_port: Annotated[int, typer.Option(help="0: a free one")] = 8000,
     grpc_port: Annotated[int, typer.Option(help="0: a free one")] = 8001,
     metrics_port: Annotated[int, typer.Option(help="0: a free one")] = 8002,
     drain_timeout: Annotated[float, typer.Option(help="seconds that open requests get on Ctrl-C")] = 60.0,
+    restart: Annotated[
+        int, typer.Option(help="times the server is replaced when a process of it is lost; 0: exit then")
+    ] = 0,
     log_verbose: Annotated[int, typer.Option(help="1 or more: the server's whole log")] = 0,
 ) -> None:
     """Run the Triton server in the foreground. Ctrl-C drains and stops it; a second one stops it at once.
@@ -76,20 +81,27 @@ def serve(
         "threads": threads,
         "load_timeout_s": load_timeout_s,
         "log_format": log_format,
+        "step_timeout_s": step_timeout_s,
         "run_dir": run_dir,
     }
     from inkling.server import RunningServer, ServerOptions, load_settings
+    from inkling.supervisor import supervise
 
     options = ServerOptions(host, http_port, grpc_port, metrics_port, drain_timeout, log_verbose=log_verbose)
+
+    starts = count()
+
+    def serve_once() -> None:
+        settings = load_settings(settings_given)
+        with RunningServer(settings, options, report=_note, restarts=next(starts)) as server:
+            addresses = f"http://{server.http_url} grpc://{server.grpc_url}"
+            weights = " synthetic weights" if is_synthetic(server.settings.checkpoint) else ""
+            _print(f"ready {addresses} metrics http://{server.metrics_url}/metrics{weights}", sys.stdout)
+            server.wait()
+
     with _errors_exit(), _stop_signals() as received:
-        try:
-            with RunningServer(load_settings(settings_given), options, report=_note) as server:
-                addresses = f"http://{server.http_url} grpc://{server.grpc_url}"
-                weights = " synthetic weights" if is_synthetic(server.settings.checkpoint) else ""
-                print(f"ready {addresses} metrics http://{server.metrics_url}/metrics{weights}", flush=True)
-                server.wait()
-        except KeyboardInterrupt:
-            pass
+        with suppress(KeyboardInterrupt):
+            supervise(serve_once, restart, _note)
         if len(received) > 1:
             raise typer.Exit(128 + received[-1])  # cut off; a drained stop is a success
 
@@ -190,7 +202,12 @@ def printed(responses: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _note(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    _print(line, sys.stderr)
+
+
+def _print(line: str, stream: TextIO) -> None:
+    with suppress(OSError):  # a full disk is no reason to stop
+        print(line, file=stream, flush=True)
 
 
 @contextmanager

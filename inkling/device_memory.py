@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from inkling.errors import ModelError, SettingsError
+from inkling.memory import format_bytes
 
 _IPC_HANDLE_BYTES = 64  # CU_IPC_HANDLE_SIZE
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS, the only flag there is
@@ -53,6 +54,26 @@ def use_gpu(index: int) -> torch.device:
 def gpu_bytes(index: int) -> int:
     """Memory of a GPU. Raises SettingsError like ``use_gpu``."""
     return torch.cuda.get_device_properties(use_gpu(index)).total_memory
+
+
+def host_bytes() -> int:
+    """Memory that this machine, or this container, can still give without swapping."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    available = int(lines["MemAvailable"].split()[0]) << 10
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")  # cgroup v2
+    if limit.exists() and (text := limit.read_text().strip()) != "max":
+        available = min(available, int(text) - int(used.read_text()))
+    return available
+
+
+def check_host_memory(cache_bytes: int) -> None:
+    """Pages of caches come when they are first written: a machine that has too few would kill the server under load.
+    Raises SettingsError."""
+    if cache_bytes > (available := host_bytes()):
+        raise SettingsError(
+            f"the caches take {format_bytes(cache_bytes)} and {format_bytes(available)} of memory are available; lower "
+            "cache_bytes, max_running_sequences or max_context"
+        )
 
 
 def export_block(num_bytes: int, device: torch.device, file: Path) -> tuple[Tensor, BlockHandle]:

@@ -11,7 +11,8 @@
     │   ├── StepGapError                      a step number is missing: the engine reopens every sequence
     │   └── GenerationError                   the target restarted: the whole server must
     ├── AccessError             INVALID_ARG   a private model was called from outside
-    └── ModelError              INTERNAL      a model process failed a step
+    ├── ModelError              INTERNAL      a model process failed a step
+    └── ModelLostError          UNAVAILABLE   a model process ended, hangs or was stopped
 
 To add one: it needs a caller that treats it differently from its parent.
 """
@@ -76,3 +77,7 @@ class AccessError(InklingError):
 
 class ModelError(InklingError):
     pass
+
+
+class ModelLostError(InklingError):
+    code = "UNAVAILABLE"

@@ -1,5 +1,8 @@
-"""The processes of one process group, from /proc. A killed server leaves busy python stubs behind as orphans;
-their group is what still ties them to it."""
+"""Processes, from /proc: those of one group, those with a word in their command line, and the state of one.
+
+A killed server leaves busy python stubs behind as orphans; their group, and the prefix of their shared memory in
+their command lines, are what still ties them to it.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +23,39 @@ class Member:
 
 def members(group: int) -> list[Member]:
     found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:  # "pid (name) state ppid pgrp ...", proc(5); the name may itself hold blanks and parentheses
-            state, parent, of_group = stat.read_text().rpartition(")")[2].split()[:3]
-        except OSError:  # ended meanwhile
-            continue
-        if int(of_group) == group:
-            found.append(Member(int(stat.parent.name), int(parent), state in "ZX"))
+    for folder in Path("/proc").glob("[0-9]*"):
+        if fields := _stat(int(folder.name)):
+            state, parent, of_group = fields[:3]
+            if int(of_group) == group:
+                found.append(Member(int(folder.name), int(parent), state in "ZX"))
     return found
+
+
+def with_word(word: str) -> list[int]:
+    """The running processes that have ``word`` in their command lines."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # ended meanwhile
+            if word.encode() in file.read_bytes():
+                found.append(int(file.parent.name))
+    return found
+
+
+def state(pid: int) -> str:
+    """Of proc(5): R, S, D, T (stopped by a signal), Z (ended) and rarer ones; empty when there is no such process."""
+    fields = _stat(pid)
+    return fields[0] if fields else ""
+
+
+def start_time(pid: int) -> str:
+    """Clock ticks between boot and the start of ``pid``: tells two processes of one pid apart. Empty: none."""
+    fields = _stat(pid)
+    return fields[19] if fields else ""
+
+
+def is_running(pid: int, started: str) -> bool:
+    """Whether ``pid`` is still the process that started at ``started``, and has not ended."""
+    return start_time(pid) == started and state(pid) not in "ZX"
 
 
 def kill(group: int, timeout_s: float = 10.0) -> None:
@@ -37,3 +65,12 @@ def kill(group: int, timeout_s: float = 10.0) -> None:
     deadline = time.monotonic() + timeout_s
     while any(not m.is_zombie for m in members(group)) and time.monotonic() < deadline:
         time.sleep(0.01)
+
+
+def _stat(pid: int) -> list[str]:
+    """state, ppid, pgrp ... of ``/proc/<pid>/stat``; empty when the process is gone. The name before them may itself
+    hold blanks and parentheses."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []

@@ -2,7 +2,8 @@
 
 The target writes ``target.json`` when it is ready: the key that private calls carry, its generation number, the size
 of the caches, and the handle of the memory that it shares with the draft. The others wait for it and fail with its
-reason when it fails. ``drain`` asks the engine to admit nothing more; ``drained`` answers that no request is open.
+reason when it fails. ``drain`` asks the engine to admit nothing more, and holds the seconds that open requests have;
+``drained`` answers that none is open. Each of the three keeps a heartbeat (``inkling.liveness``).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from inkling import process_group
 from inkling.device_memory import BlockHandle
 from inkling.errors import ModelError
 from inkling.protocol import KEY_WORDS
@@ -41,7 +43,7 @@ class TargetRecord:
     def create(cls, cache_bytes: int, block: BlockHandle) -> TargetRecord:
         """Of this process, with a new key and a new generation."""
         key, generation = secrets.token_hex(4 * KEY_WORDS), secrets.randbelow(2**31 - 1) + 1
-        return cls(key, generation, os.getpid(), _start_time(os.getpid()), cache_bytes, block)
+        return cls(key, generation, os.getpid(), process_group.start_time(os.getpid()), cache_bytes, block)
 
     @classmethod
     def from_json(cls, text: str) -> TargetRecord:
@@ -68,7 +70,7 @@ class RunFolder:
     @classmethod
     def of_server(cls, root: Path, pid: int) -> RunFolder:
         """The folder of the tritonserver process ``pid``; its start time keeps a reused pid apart."""
-        return cls(root / f"inkling-{pid}-{_start_time(pid)}")
+        return cls(root / f"inkling-{pid}-{process_group.start_time(pid)}")
 
     @classmethod
     def of_parent(cls, root: Path) -> RunFolder:
@@ -104,6 +106,9 @@ class RunFolder:
         except FileNotFoundError:
             return 0
 
+    def heartbeat(self, model: str) -> Path:
+        return self.path / f"{model}.heartbeat"
+
     def announce_loading(self) -> None:
         """The target says that it loads, and in which process."""
         self._write(self._loading, str(os.getpid()))
@@ -125,14 +130,14 @@ class RunFolder:
         start = told = time.monotonic()
         while True:
             if record := self.record():
-                if not _is_running(record.pid) or _start_time(record.pid) != record.start_time:
+                if not process_group.is_running(record.pid, record.start_time):
                     raise ModelError(
                         f"inkling_target (pid {record.pid}) is ready and gone; restart the server"
                     )
                 return record
             if self._failure.exists():
                 raise ModelError(f"inkling_target failed to load: {self._failure.read_text()}")
-            if self._loading.exists() and not _is_running(int(self._loading.read_text())):
+            if self._loading.exists() and process_group.state(int(self._loading.read_text())) in "ZX":
                 raise ModelError(
                     "inkling_target ended while it loaded; see the server's log, and its memory limit"
                 )
@@ -146,13 +151,15 @@ class RunFolder:
                 progress(f"waiting for inkling_target, {now - start:.0f} of at most {timeout_s:.0f} s")
             time.sleep(_POLL_S)
 
-    def serve_drain(self, drain: Callable[[float], bool]) -> None:
-        """Waits for ``drain`` to appear, calls ``drain(seconds)`` until it is done, and creates ``drained``."""
+    def ask_drain(self, timeout_s: float) -> None:
+        self._write(self.drain, str(timeout_s))
+
+    def serve_drain(self, drain: Callable[[float], None]) -> None:
+        """Waits for ``ask_drain``, calls ``drain`` with its seconds, and creates ``drained``."""
         while not self.drain.exists():
             time.sleep(_POLL_S)
-        while not drain(_PROGRESS_S):
-            pass
-        self.drained.touch()
+        drain(float(self.drain.read_text()))
+        self.drained.touch(mode=0o600)
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -163,16 +170,3 @@ class RunFolder:
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as stream:
             stream.write(text)
         partial.replace(file)
-
-
-def _is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return False
-
-
-def _start_time(pid: int) -> str:
-    """Clock ticks between boot and the start of ``pid`` (field 22 of /proc/<pid>/stat)."""
-    stat = Path(f"/proc/{pid}/stat").read_text()
-    return stat[stat.rindex(")") + 2 :].split()[19]

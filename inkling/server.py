@@ -2,11 +2,14 @@
 
 ``inkling serve``, the tests and the benchmarks all go through ``RunningServer``. Three things belong to a
 server and go with it: its process group (tritonserver and the three python stubs), its shared-memory regions
-(their names begin alike) and two folders (with settings and backends; the run folder of the models).
+(their names begin alike) and two folders (with settings and backends; the run folder of the models). Of a server
+whose starter was killed, the next start removes them.
 
 Draining: ``drain`` in the run folder asks ``spec_ensemble`` to refuse new requests; once every request has
-got its last response it answers with ``drained``. Only after that the server gets SIGTERM: a server that has
-it refuses the calls between the models and so cannot finish a request.
+got its last response, cancelled ones included, it answers with ``drained``. Only after that the server gets
+SIGTERM: a server that has it refuses the calls between the models and so cannot finish a request.
+
+A server that lost a model process is never continued: Triton cannot start one again, and stays ready.
 """
 
 from __future__ import annotations
@@ -20,27 +23,32 @@ import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
-from inkling import process_group, tritonserver
+from inkling import leftovers, process_group, tritonserver
+from inkling.liveness import Watch
 from inkling.protocol import DRAFT_MODEL, ENSEMBLE_MODEL, TARGET_MODEL
 from inkling.run_folder import RunFolder
 from inkling.settings import ENV_FILE, ENV_PREFIX, Settings
 from inkling.synthetic import SyntheticName, is_synthetic
-from inkling.tritonserver import ServerError
+from inkling.tritonserver import ServerError, ServerLostError
 
-SHARED_MEMORY = Path("/dev/shm")
-BROKEN_DRAIN_S = 5.0  # for a server with a dead model; its calls fail after 1 to 2 s
+BROKEN_DRAIN_S = 5.0  # for a server that lost target or draft: its engine answers within 2 s
 LOAD_FAILURE_S = 5.0  # a server whose model failed to load ends within this, with a better reason
+CANCEL_S = 6.0  # for cancelling what a drain leaves open
+SELF_TEST_S = 60.0
+EXIT_TIMEOUT_S = (
+    10  # of a server that others stop; a cancelled stream or an idle client makes it take them all
+)
+UNLOAD_S = 3.0  # for the models of a drained server; nothing is lost with what is killed then
 SENT_S = 0.1  # between the last response handed to the server and the client's having it
 NO_GPU = 1000.0  # a compute capability that none has
 LOG_LINES = 10_000  # kept in memory
@@ -49,6 +57,7 @@ _LOG_LINE = re.compile(r"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ ")
 _BARE_LINE = re.compile(r"\s*$|[+|]|Signal \(|error: creating server|Error: Failed to initialize NVML")
 _LOAD_FAILURE = re.compile(r"failed to load '(\w+)' version \d+: (?:\w+: )?(.*?)(?:\\n\\nAt:.*)?\"?$")
 _PR_SET_PDEATHSIG = 1  # prctl(2)
+_RESTRICTED_APIS = "model-repository,shared-memory,trace,logging"  # nothing here needs them
 
 
 @dataclass(frozen=True)
@@ -59,10 +68,7 @@ class ServerOptions:
     http_port: int = 8000
     grpc_port: int = 8001
     metrics_port: int = 8002
-    drain_timeout_s: float = 60.0  # requests still open after this are cut off
-    exit_timeout_s: int = (
-        10  # for unloading; a cancelled gRPC stream or an idle connection of a client uses it all
-    )
+    drain_timeout_s: float = 60.0  # requests still open after this are cancelled
     shared_memory_bytes: int = 64 << 20  # of each model's region; one that never grows never remaps
     thread_pool_size: int = 32  # of each model: every call between models and every send holds one thread
     log_verbose: int = 0
@@ -97,6 +103,8 @@ class RunningServer:
         self._work: Path | None = None
         self._run_folder: RunFolder | None = None
         self._died = 0.0  # when a model's process was first seen dead, monotonic seconds; 0: never
+        self._watches: list[Watch] = []  # of the model processes, once ready
+        self._lost = ""  # the model whose process is given up
 
     @property
     def pid(self) -> int:
@@ -115,11 +123,14 @@ class RunningServer:
         self.stop()
 
     def start(self) -> None:
-        """Returns when all three models are loaded. Call it in the main thread: the server ends with its starter."""
+        """Returns when the three models have answered a request. Call it in the main thread: the server ends with its
+        starter."""
         if threading.current_thread() is not threading.main_thread():
             raise ServerError("a server ends with the thread that started it; start it in the main thread")
         installation = tritonserver.find_installation(os.environ)
         tritonserver.check_numpy(np.__version__, installation.server_version)
+        leftovers.remove_leftovers(self.settings.run_root, self._report)
+        check_shared_memory(3 * self.options.shared_memory_bytes)
         with ExitStack() as held:  # the ports stay bound until just before the server binds them
             host, options = self.options.host, self.options
             ports = [
@@ -127,7 +138,7 @@ class RunningServer:
                 for name in ("http_port", "grpc_port", "metrics_port")
             ]
             self.http_url, self.grpc_url, self.metrics_url = (f"{_reachable(host)}:{port}" for port in ports)
-            self._work = Path(tempfile.mkdtemp(prefix="inkling-serve-"))
+            self._work = leftovers.make_work_folder(self._region_prefix)
             backends = installation.link_backends(self._work / "backends")
             command = [str(installation.executable), *self._flags(ports, backends)]
             environ = server_environment(os.environ, installation, self._work / "settings.toml")
@@ -153,24 +164,28 @@ class RunningServer:
         while not self._answers_ready():
             self._check_alive()
             time.sleep(0.05)
+        timeout_s = self.settings.step_timeout_s
+        self._watches = [
+            Watch(self._run_folder, model, timeout_s) for model in (TARGET_MODEL, DRAFT_MODEL, ENSEMBLE_MODEL)
+        ]
+        self._test_models()
         self.is_ready = True
 
     def wait(self) -> None:
-        """Blocks while the server serves. Raises ServerError when it, or a model of it, ends on its own."""
-        while True:
-            self._check_alive()
-            time.sleep(0.5)
+        """Blocks while the server serves. Raises ServerLostError when it ends, or a model ends, hangs or is stopped."""
+        while not (reason := self._failure()):
+            time.sleep(1.0)
+        raise ServerLostError(reason)
 
     def stop(self) -> None:
         """Drain, stop, clean up. An interrupt on the way cuts the rest short but for the cleaning up."""
         try:
             if self.is_ready and self._process is not None and self._process.poll() is None:
-                is_broken = bool(
-                    self._failure()
-                )  # a model died: the engine answers its open requests with that
-                self._drain(BROKEN_DRAIN_S if is_broken else self.options.drain_timeout_s)
-                if not is_broken:
+                if not (self._lost or self._failure()):
+                    self._drain(self.options.drain_timeout_s)
                     self._terminate()
+                elif self._lost != ENSEMBLE_MODEL:  # which answers the open requests with the reason
+                    self._drain(BROKEN_DRAIN_S)
         finally:
             self.kill()
 
@@ -180,8 +195,7 @@ class RunningServer:
             process_group.kill(self.pid)
             self._process.wait()
             self._reader.join(timeout=5.0)
-            for region in SHARED_MEMORY.glob(self._region_prefix + "*"):
-                region.unlink(missing_ok=True)
+            leftovers.remove_regions(self._region_prefix)
         if self._run_folder is not None:
             self._run_folder.remove()
         if self._work is not None:
@@ -191,8 +205,8 @@ class RunningServer:
         folder = self._run_folder
         if folder is None or not folder.path.is_dir():
             return
-        folder.drain.touch()
-        deadline = time.monotonic() + timeout_s
+        folder.ask_drain(timeout_s)
+        deadline = time.monotonic() + timeout_s + CANCEL_S
         while not folder.drained.exists() and self._process.poll() is None:
             if time.monotonic() > deadline:
                 self._report(f"requests still open after {timeout_s:g} s are cut off")
@@ -204,10 +218,25 @@ class RunningServer:
         if self._process is None or self._process.poll() is not None:
             return
         self._process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + UNLOAD_S
+        while self._has_stubs() and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    def _has_stubs(self) -> bool:
+        return self._process.poll() is None and any(
+            m.parent == self.pid for m in process_group.members(self.pid)
+        )
+
+    def _test_models(self) -> None:
+        """One request through all three: two tokens, because the draft runs after the first."""
+        from inkling.client import ResponseError, stream_http  # brings gRPC, which nothing else here needs
+
+        request = {"input_ids": [0], "max_tokens": 2, "ignore_eos": True}
         try:
-            self._process.wait(timeout=self.options.exit_timeout_s + 2.0)
-        except subprocess.TimeoutExpired:
-            self._report(f"the server did not stop within {self.options.exit_timeout_s} s and is killed")
+            list(stream_http(self.http_url, request, SELF_TEST_S))
+        except ResponseError as error:
+            self._check_alive()
+            raise ServerError(f"the models are loaded, but the first request failed: {error}") from error
 
     def _check_alive(self) -> None:
         if reason := self._failure():
@@ -220,12 +249,15 @@ class RunningServer:
             self._reader.join(timeout=5.0)
             last = "\n".join(list(self.log)[-20:])
             return load_failure(self.log) or f"the server ended with code {code}; its last lines:\n{last}"
-        # the server never restarts a stub, and 24.10 stays "ready" without it
+        for watch in self._watches:
+            if reason := watch.trouble():
+                self._lost = watch.lost
+                return f"{reason}; the server cannot go on without it"
         for member in process_group.members(self.pid):
             if member.is_zombie and member.parent == self.pid:
                 self._died = self._died or time.monotonic()
-                if self.is_ready or time.monotonic() - self._died > LOAD_FAILURE_S:
-                    return f"the process of a model ended (pid {member.pid}); restart the server"
+                if time.monotonic() - self._died > LOAD_FAILURE_S:
+                    return f"the process of a model ended (pid {member.pid}) while it loaded"
         return ""
 
     def _answers_ready(self) -> bool:
@@ -245,7 +277,8 @@ class RunningServer:
                 line = line.rstrip("\n")
                 self.log.append(line)
                 if is_worth_showing(line, self.is_ready, self.options.log_verbose):
-                    self._report(line)
+                    with suppress(OSError):  # a full disk: a server whose log nobody reads would block
+                        self._report(line)
 
     def _flags(self, ports: list[int], backends: Path | None) -> list[str]:
         options, host = self.options, self.options.host
@@ -258,9 +291,11 @@ class RunningServer:
             "http-port": ports[0],
             "grpc-port": ports[1],
             "metrics-port": ports[2],
-            "exit-timeout-secs": options.exit_timeout_s,
+            "exit-timeout-secs": EXIT_TIMEOUT_S,
             "log-verbose": options.log_verbose,
             "allow-gpu-metrics": str(self.settings.device == "cuda").lower(),
+            "http-restricted-api": f"{_RESTRICTED_APIS}:admin-key={secrets.token_hex(16)}",  # nobody knows the key
+            "grpc-restricted-protocol": f"{_RESTRICTED_APIS}:admin-key={secrets.token_hex(16)}",
         }
         if backends is not None:
             flags["backend-directory"] = backends
@@ -294,6 +329,17 @@ def load_settings(options: Mapping[str, object]) -> Settings:
     """Settings of the environment, overridden by the ``options`` that are not None. Raises SettingsError."""
     given = {ENV_PREFIX + name.upper(): str(value) for name, value in options.items() if value is not None}
     return Settings.load({**os.environ, **given})
+
+
+def check_shared_memory(needed: int) -> None:
+    """Python stubs die by SIGBUS when it runs out. Raises ServerError when less than ``needed`` bytes are free."""
+    status = os.statvfs(leftovers.SHARED_MEMORY)
+    free = status.f_bavail * status.f_frsize
+    if free < needed:
+        raise ServerError(
+            f"{leftovers.SHARED_MEMORY} has {free >> 20} MiB free; the three models need {needed >> 20} MiB. "
+            "Give it more (docker: --shm-size 2g)"
+        )
 
 
 def load_failure(log: deque[str]) -> str:

@@ -46,6 +46,7 @@ class Settings:
     log_format: str = "text"  # text | json | off: one line for every request at its end
     run_dir: str = ""  # parent of the run folder; empty: the system's temporary directory
     load_timeout_s: int = 1800  # how long the draft waits for the target to load
+    step_timeout_s: int = 120  # a step that takes longer hangs: the server gives up
 
     def __post_init__(self):
         _check(self.checkpoint != "", "checkpoint", self.checkpoint, "a checkpoint directory")
@@ -67,7 +68,7 @@ class Settings:
         _check(self.prefix_block > 0, "prefix_block", self.prefix_block, "1 or more")
         _check(self.max_context >= 0, "max_context", self.max_context, "0 or more")
         _check(self.tensor_parallel_size == 1, "tensor_parallel_size", self.tensor_parallel_size, "1 for now")
-        for name in ("max_running_sequences", "max_tokens_per_step", "max_queued_requests"):
+        for name in ("max_running_sequences", "max_tokens_per_step", "max_queued_requests", "step_timeout_s"):
             _check(getattr(self, name) > 0, name, getattr(self, name), "1 or more")
         for name in ("threads", "load_timeout_s", "max_prompt_chunk", "cache_bytes", "gpu"):
             _check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")

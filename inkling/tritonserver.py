@@ -28,6 +28,10 @@ class ServerError(InklingError):
     """The server cannot be started, or ended on its own. The message says why and what to do."""
 
 
+class ServerLostError(ServerError):
+    """A server that was ready can serve no more; another start may."""
+
+
 @dataclass(frozen=True)
 class Installation:
     executable: Path

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from inkling import tritonserver
 from inkling.cli import app
-from inkling.server import ServerOptions
+from inkling.server import EXIT_TIMEOUT_S, ServerOptions
 from inkling.settings import Settings
 from inkling.tritonserver import ServerError
 
@@ -93,7 +93,7 @@ def test_what_is_compiled_goes_to_the_volume():
 def test_the_container_is_given_the_time_that_a_drain_takes():
     options = ServerOptions()
     assert "--drain-timeout" not in SERVER["command"]
-    assert seconds(SERVER["stop_grace_period"]) > options.drain_timeout_s + options.exit_timeout_s + 5
+    assert seconds(SERVER["stop_grace_period"]) > options.drain_timeout_s + EXIT_TIMEOUT_S + 5
 
 
 def test_shared_memory_holds_the_regions_of_three_models():

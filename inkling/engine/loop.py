@@ -125,15 +125,23 @@ class Engine:
             self._changed.notify_all()
         if self._thread is not None:
             self._thread.join(timeout_s)
-        with self._changed:
-            failed = list(self._open)
-        self._answer(failed, DrainingError(STOPPED))  # also when the loop hangs in a call that never returns
+        self.abandon(DrainingError(STOPPED))
         self.sender.close(timeout_s)
 
     def totals(self) -> TokenTotals:
         """Of all requests up to now."""
         with self._changed:
             return self.metrics.totals.with_open(self._open)
+
+    def abandon(self, error: InklingError) -> None:
+        """Answers every open request now and takes no more, also when the loop hangs in a call."""
+        with self._changed:
+            self._closing = True
+            failed = [sequence.outbox for sequence in self._open]
+            self._changed.notify_all()
+        for outbox in failed:
+            outbox.fail(error)
+        self.sender.post(failed)
 
     def _wake(self) -> None:
         with self._changed:
@@ -370,14 +378,11 @@ class Engine:
             failed = list(self._open)
         self._to_target.reset()
         self._to_draft.reset()
-        self._answer(failed, error)
-
-    def _answer(self, sequences: list[Sequence], error: InklingError) -> None:
-        for sequence in sequences:
+        for sequence in failed:
             sequence.phase = Phase.FINISHED
             sequence.outbox.trace.count(sequence)
             sequence.outbox.fail(error)
-        self._post(sequences)
+        self._post(failed)
 
     def _check_idle(self) -> None:
         try:

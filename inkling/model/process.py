@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from inkling.deployment import Deployment
-from inkling.device_memory import export_block, map_block, use_gpu
+from inkling.device_memory import check_host_memory, export_block, map_block, use_gpu
 from inkling.engine.pages import Model
 from inkling.errors import ProtocolError
 from inkling.memory import format_bytes
@@ -40,6 +40,8 @@ class TargetProcess:
         if settings.device == "cuda":
             use_gpu(settings.gpu)
         deployment = Deployment.of(settings)
+        if settings.device == "cpu":
+            check_host_memory(deployment.plan.pool_bytes)
         layout, device = deployment.shared_layout, deployment.device
         block, handle = export_block(layout.num_bytes, device, folder.shared_block)
         shared, self._ring = layout.of_block(block)

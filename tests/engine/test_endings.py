@@ -18,6 +18,7 @@ from inkling.errors import (
     GenerationError,
     InklingError,
     ModelError,
+    ModelLostError,
     StepGapError,
 )
 from tests.engine.harness import (
@@ -304,6 +305,24 @@ def test_close_answers_even_when_a_model_never_returns():
     bench.engine.close(timeout_s=0.2)
     assert isinstance(reply.error, DrainingError)
     hang.set()
+
+
+def test_abandon_answers_at_once_what_runs_and_what_waits_while_a_model_never_returns():
+    bench = Bench(slots=1)
+    hang = threading.Event()
+    bench.engine._target = type("Hung", (), {"step": lambda self, control: hang.wait(20)})()
+    bench.engine.start()
+    replies = [bench.submit(request_of(5, 20, seed=i)) for i in range(3)]
+    time.sleep(0.05)
+    lost = ModelLostError("inkling_target ended")
+    bench.engine.abandon(lost)
+    wait_until(lambda: all(reply.finished for reply in replies))
+    assert all(reply.error is lost for reply in replies)
+    with pytest.raises(DrainingError):
+        bench.submit(request_of(5, 5))
+    hang.set()  # the call comes back after all: nobody is answered twice, which a recorded reply checks
+    bench.engine.close()
+    bench.check_idle()
 
 
 def test_idle_damage_is_repaired_and_logged(caplog):

@@ -10,8 +10,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,39 +66,65 @@ class ServeCommand:
     folder: Path  # its run folder and its work folder are made here
     output: Path
     errors: Path
+    regions: list[str] = field(default_factory=list)  # prefixes of their names, one a start
 
-    def wait_ready(self) -> None:
-        self.wait_for(lambda: self.output.read_text().endswith("\n"), "ready", START_S)
-        ready, http, grpc, metrics, metrics_url, *_ = self.output.read_text().split()
+    @classmethod
+    def start(
+        cls, base: Path, *options: str, wrapper: tuple[str, ...] = (), log: Path | None = None
+    ) -> ServeCommand:
+        """``base``: for its folders and its output. ``wrapper``: runs it. ``log``: in place of a file."""
+        folder = base / "run"
+        folder.mkdir(exist_ok=True)
+        output, errors = base / "output", log or base / "errors"
+        with output.open("wb") as out, errors.open("wb") as err:
+            process = subprocess.Popen(
+                [*wrapper, INKLING, "serve", *ANY_PORTS, "--run-dir", str(folder), *options],
+                env=os.environ | {"TMPDIR": str(folder)},
+                stdout=out,
+                stderr=err,
+            )
+        return cls(process, folder, output, errors)
+
+    def wait_ready(self, start: int = 1) -> None:
+        """Of the ``start``-th start, counted from 1."""
+        self.wait_for(lambda: self.output.read_text().count("\n") == start, f"ready, start {start}", START_S)
+        ready, http, grpc, metrics, metrics_url, *_ = self.output.read_text().splitlines()[-1].split()
         assert (ready, metrics) == ("ready", "metrics") and metrics_url.endswith("/metrics")
         self.http_url, self.grpc_url = http.removeprefix("http://"), grpc.removeprefix("grpc://")
-        self.server_pid = int(next(self._run_folders()).name.split("-")[1])
+        self.metrics_url = metrics_url.removeprefix("http://").removesuffix("/metrics")
+        (run_folder,) = self.run_folders()
+        self.server_pid = int(run_folder.name.split("-")[1])
         command = Path(f"/proc/{self.server_pid}/cmdline").read_text()
-        self._regions = re.search(r"shm-region-prefix-name=(\w+)", command)[1]
-        assert list(Path("/dev/shm").glob(self._regions + "*")), "the prefix of its regions was not found"
+        self.regions.append(re.search(r"shm-region-prefix-name=(\w+)", command)[1])
+        assert list(Path("/dev/shm").glob(self.regions[-1] + "*")), "the prefix of its regions was not found"
 
-    def _run_folders(self) -> Iterator[Path]:
-        return self.folder.glob("inkling-[0-9]*")
+    def run_folders(self) -> list[Path]:
+        return list(self.folder.glob("inkling-[0-9]*"))
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
+
+    def log_text(self) -> str:
+        return self.errors.read_text() if self.errors.is_file() else ""
 
     def wait_for(self, holds: Callable[[], bool], what: str, timeout_s: float = 30.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not holds():
             has_failed = (self.process.poll() or 0) > 0
-            assert not has_failed, f"{what}: serve ended\n{self.errors.read_text()}"
-            assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s\n{self.errors.read_text()}"
+            assert not has_failed, f"{what}: serve ended\n{self.log_text()}"
+            assert time.monotonic() < deadline, f"{what}: not within {timeout_s} s\n{self.log_text()}"
             time.sleep(0.02)
 
-    def kill_stub(self, model: str) -> None:
-        for member in self.processes():
-            if f"/{model}/" in Path(f"/proc/{member.pid}/cmdline").read_text():
-                os.kill(member.pid, signal.SIGKILL)
+    def stub(self, model: str) -> int:
+        """The pid of a model's process."""
+        (pid,) = (
+            m.pid for m in self.processes() if f"/{model}/" in Path(f"/proc/{m.pid}/cmdline").read_text()
+        )
+        return pid
 
     @property
     def is_draining(self) -> bool:
-        return any((folder / "drain").exists() for folder in self._run_folders())
+        return any((folder / "drain").exists() for folder in self.run_folders())
 
     def wait_stopped(self) -> int:
         return self.process.wait(timeout=STOP_S)
@@ -105,32 +132,29 @@ class ServeCommand:
     def processes(self) -> list[process_group.Member]:
         return [m for m in process_group.members(self.server_pid) if not m.is_zombie]
 
+    def shared_memory(self) -> list[Path]:
+        return [path for prefix in self.regions for path in Path("/dev/shm").glob(prefix + "*")]
+
     def leftovers(self) -> list[object]:
         """Processes, shared-memory regions and folders that are still there."""
-        return [*self.processes(), *Path("/dev/shm").glob(self._regions + "*"), *self.folder.iterdir()]
+        named = [pid for prefix in self.regions for pid in process_group.with_word(prefix)]
+        return [*self.processes(), *named, *self.shared_memory(), *self.folder.iterdir()]
+
+    def end(self) -> None:
+        """For a test that failed half-way."""
+        if self.process.poll() is None:
+            self.signal(signal.SIGTERM)
+            self.wait_stopped()
 
 
 @pytest.fixture
 def serve(tmp_path: Path) -> Iterator[Callable[..., ServeCommand]]:
     """``serve(*options)`` runs the command with all its folders below one empty folder."""
-    commands: list[ServeCommand] = []
+    with ExitStack() as running:
 
-    def run(*options: str) -> ServeCommand:
-        folder = tmp_path / "run"
-        folder.mkdir()
-        output, errors = tmp_path / "output", tmp_path / "errors"
-        with output.open("wb") as out, errors.open("wb") as err:
-            process = subprocess.Popen(
-                [INKLING, "serve", *ANY_PORTS, "--run-dir", str(folder), *options],
-                env=os.environ | {"TMPDIR": str(folder)},
-                stdout=out,
-                stderr=err,
-            )
-        commands.append(ServeCommand(process, folder, output, errors))
-        return commands[-1]
+        def run(*options: str, **how: Any) -> ServeCommand:
+            command = ServeCommand.start(tmp_path, *options, **how)
+            running.callback(command.end)
+            return command
 
-    yield run
-    for command in commands:
-        if command.process.poll() is None:
-            command.signal(signal.SIGTERM)
-            command.wait_stopped()
+        yield run

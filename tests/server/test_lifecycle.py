@@ -2,43 +2,30 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import signal
 import socket
-import threading
 from collections import deque
 from pathlib import Path
 
 import pytest
+import tritonclient.grpc as grpc
+from tritonclient.utils import InferenceServerException
 
 from inkling import tritonserver
-from inkling.client import ResponseError, stream_grpc, stream_http
-from inkling.server import ServerOptions, is_worth_showing, load_failure, server_environment
+from inkling.client import ResponseError, stream_http
+from inkling.server import (
+    ServerOptions,
+    check_shared_memory,
+    is_worth_showing,
+    load_failure,
+    server_environment,
+)
 from inkling.tritonserver import Installation, ServerError, check_numpy, find_installation
+from tests.server.streams import REQUEST, OpenStream
 
 server_test = pytest.mark.server
-REQUEST = {"text_input": "a", "ignore_eos": True, "return_num_output_tokens": True}
-
-
-class OpenStream:
-    """A request whose answer is read in the background."""
-
-    def __init__(self, url: str, max_tokens: int):
-        self.num_tokens = 0
-        self.error: ResponseError | None = None
-        self._thread = threading.Thread(target=self._read, args=(url, REQUEST | {"max_tokens": max_tokens}))
-        self._thread.start()
-
-    def _read(self, url: str, inputs: dict[str, object]) -> None:
-        try:
-            for response in stream_grpc(url, inputs):
-                self.num_tokens += response["num_output_tokens"]
-        except ResponseError as error:
-            self.error = error
-
-    def join(self) -> None:
-        self._thread.join(timeout=120.0)
-        assert not self._thread.is_alive()
 
 
 def is_refused(http_url: str) -> bool:
@@ -92,13 +79,18 @@ def test_sigterm_stops_an_idle_server(serve, tiny_checkpoint):
 
 
 @server_test
-def test_serve_ends_when_a_model_process_dies(serve, tiny_checkpoint):
-    command = serve("--checkpoint", str(tiny_checkpoint))
+def test_what_a_drain_leaves_open_is_cancelled(serve, tiny_checkpoint):
+    command = serve(
+        "--checkpoint", str(tiny_checkpoint), "--max-running-sequences", "1", "--drain-timeout", "1"
+    )
     command.wait_ready()
-    stub = next(member for member in command.processes() if member.parent == command.server_pid)
-    os.kill(stub.pid, signal.SIGKILL)
-    assert command.wait_stopped() == 1
-    assert f"the process of a model ended (pid {stub.pid})" in command.errors.read_text()
+    running, waiting = (OpenStream(command.grpc_url, max_tokens=4000) for _ in range(2))
+    command.wait_for(lambda: running.num_tokens or waiting.num_tokens, "first token")
+    command.signal(signal.SIGTERM)
+    for stream in (running, waiting):
+        stream.join()
+        assert "not complete within 1 s" in str(stream.error)
+    assert command.wait_stopped() == 0
     assert command.leftovers() == []
 
 
@@ -226,23 +218,61 @@ def test_models_are_heard_and_the_servers_tables_are_not(line, while_loading, on
     assert is_worth_showing(line, False, verbose=1)
 
 
+def test_shared_memory_that_is_too_small_is_refused_with_its_size():
+    check_shared_memory(1)
+    with pytest.raises(
+        ServerError, match=r"/dev/shm has \d+ MiB free; the three models need 1048576 MiB.*--shm-size"
+    ):
+        check_shared_memory(1 << 40)
+
+
 def test_the_server_listens_on_this_machine_alone_by_default():
     assert ServerOptions().host == "127.0.0.1"
 
 
 @server_test
-@pytest.mark.parametrize("model", ["inkling_target", "inkling_mtp"])
-def test_open_requests_get_an_error_when_a_model_process_dies_under_serve(serve, tiny_checkpoint, model):
+def test_serve_ends_with_the_reason_when_a_model_process_dies(serve, tiny_checkpoint):
     command = serve("--checkpoint", str(tiny_checkpoint))
     command.wait_ready()
-    streams = [OpenStream(command.grpc_url, max_tokens=3000) for _ in range(3)]
-    command.wait_for(lambda: all(stream.num_tokens for stream in streams), "first tokens")
-    command.kill_stub(model)
-    for stream in streams:
-        stream.join()
-        assert model in str(stream.error) and "Socket closed" not in str(stream.error)
+    stream = OpenStream(command.grpc_url, max_tokens=4000)
+    command.wait_for(lambda: stream.num_tokens > 0, "first token")
+    pid = command.stub("inkling_mtp")
+    os.kill(pid, signal.SIGKILL)
+    stream.join()
+    assert "inkling_mtp" in str(stream.error) and "Socket closed" not in str(stream.error)
     assert command.wait_stopped() == 1
+    assert f"error: inkling_mtp (pid {pid}) ended" in command.errors.read_text()
     assert command.leftovers() == []
+
+
+@server_test
+def test_management_interfaces_are_closed_and_those_of_load_tests_open(start_server, tiny_checkpoint):
+    server = start_server(tiny_checkpoint)
+    assert server._failure() == ""
+    connection = http.client.HTTPConnection(server.http_url, timeout=30)
+
+    def status(method: str, path: str) -> int:
+        connection.request(method, path, "{}" if method == "POST" else None)
+        response = connection.getresponse()
+        response.read()
+        return response.status
+
+    shared = "/v2/systemsharedmemory/region/a/register"
+    for path in ("/v2/repository/index", "/v2/repository/models/spec_ensemble/unload", shared):
+        assert status("POST", path) == 403, path
+    for path in ("/v2/logging", "/v2/trace/setting", "/v2/systemsharedmemory/status"):
+        assert status("GET", path) == 403, path
+    for path in ("/v2/models/spec_ensemble/config", "/v2/models/spec_ensemble/stats", "/v2/health/ready"):
+        assert status("GET", path) == 200, path
+    connection.close()
+    client = grpc.InferenceServerClient(server.grpc_url)
+    for call in (client.get_model_repository_index, client.get_log_settings, client.get_trace_settings,
+                 client.get_system_shared_memory_status):  # fmt: skip
+        with pytest.raises(InferenceServerException, match="restricted"):
+            call()
+    client.get_model_config("spec_ensemble")
+    client.get_inference_statistics("spec_ensemble")
+    client.close()
 
 
 @server_test

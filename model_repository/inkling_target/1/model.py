@@ -6,6 +6,7 @@ import torch
 import triton_python_backend_utils as pb_utils
 
 from inkling.bls import answer, check_key
+from inkling.liveness import Heartbeat
 from inkling.model.process import TargetProcess
 from inkling.protocol import CONTROL, HIDDEN, LOGPROBS, TARGET_MODEL, TOKENS
 from inkling.run_folder import RunFolder
@@ -15,10 +16,13 @@ from inkling.settings import Settings
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         settings = Settings.load()
-        self._target = TargetProcess(settings, RunFolder.of_parent(settings.run_root), _report)
+        folder = RunFolder.of_parent(settings.run_root)
+        folder.create()
+        self._heartbeat = Heartbeat(folder, TARGET_MODEL)
+        self._target = TargetProcess(settings, folder, _report)
 
     def execute(self, requests: list) -> list:
-        return [answer(pb_utils, request, self._step) for request in requests]
+        return [answer(pb_utils, request, self._step, self._heartbeat) for request in requests]
 
     def _step(self, request) -> list:
         control = pb_utils.get_input_tensor_by_name(request, CONTROL).as_numpy()

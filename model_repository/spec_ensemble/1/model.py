@@ -17,8 +17,9 @@ from inkling.engine.channel import Session
 from inkling.engine.loop import Engine
 from inkling.engine.metrics import RequestTrace
 from inkling.engine.scheduler import EngineLimits
-from inkling.errors import InklingError
+from inkling.errors import CancelledError, InklingError, ModelLostError
 from inkling.interface import InterfaceContext
+from inkling.liveness import CALLED_MODELS, Heartbeat, Watch, watch
 from inkling.metrics import Publisher
 from inkling.protocol import ENSEMBLE_MODEL
 from inkling.run_folder import RunFolder
@@ -26,12 +27,15 @@ from inkling.settings import Settings
 from inkling.text import load_tokenizer
 from inkling.triton_io import TritonReply, read_request, send_error
 
+_CANCEL_S = 5.0  # for the answers of requests that a drain cuts off
+
 
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         settings = Settings.load()
         self._folder = RunFolder.of_parent(settings.run_root)
         self._folder.create()
+        heartbeat = Heartbeat(self._folder, ENSEMBLE_MODEL)
         record = self._folder.wait_for_target(settings.load_timeout_s, _report)
         deployment = Deployment.of(replace(settings, cache_bytes=record.cache_bytes))  # never asks a GPU
         config = deployment.config
@@ -44,14 +48,15 @@ class TritonPythonModel:
         )
         limits = EngineLimits.of(settings, deployment.max_context, deployment.num_draft_tokens)
         session = Session(record.key_words, record.generation)
-        target, draft = BlsTarget(pb_utils, deployment.sends_hidden), BlsDraft(pb_utils)
+        target = BlsTarget(pb_utils, heartbeat, deployment.sends_hidden)
+        draft = BlsDraft(pb_utils, heartbeat)
         self._engine = Engine(limits, deployment.layout, target, draft, session)
         self._engine.start()
         self._publisher = Publisher(pb_utils, self._engine, settings.log_format, self._folder.restarts())
         self._publisher.start()
-        threading.Thread(
-            target=self._folder.serve_drain, args=(self._drain,), name="drain", daemon=True
-        ).start()
+        called = [Watch(self._folder, model, settings.step_timeout_s) for model in CALLED_MODELS]
+        for target, *args in ((self._folder.serve_drain, self._drain), (watch, called, self._give_up)):
+            threading.Thread(target=target, args=args, name=target.__name__, daemon=True).start()
 
     def execute(self, requests: list) -> None:
         for request in requests:
@@ -70,13 +75,20 @@ class TritonPythonModel:
         send_error(pb_utils, sender, error)
         self._engine.metrics.reject(trace, error)
 
-    def _drain(self, timeout_s: float) -> bool:
+    def _drain(self, timeout_s: float) -> None:
         if not self._engine.drain(timeout_s):
-            return False
+            error = CancelledError(f"the server stops; the answer was not complete within {timeout_s:g} s")
+            self._engine.abandon(error)
+            self._engine.sender.wait_all_sent(_CANCEL_S)
         scheduler = self._engine.scheduler
         totals = {"preemptions": scheduler.num_preemptions, "prefix_hits": scheduler.prefixes.num_hits}
         _report(f"totals {json.dumps(totals)}")
-        return True
+
+    def _give_up(self, reason: str) -> None:
+        """A blocked call cannot be interrupted: the engine's loop may never come back."""
+        if not self._folder.drained.exists():  # else the server is being stopped
+            _report(reason)
+        self._engine.abandon(ModelLostError(f"{reason}; the server must be replaced"))
 
     def finalize(self) -> None:
         self._engine.close()

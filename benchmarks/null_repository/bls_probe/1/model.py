@@ -8,6 +8,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from inkling.bls import BlsDraft, BlsTarget
+from inkling.liveness import Heartbeat
 from inkling.protocol import DraftStep, TargetStep, pack
 from inkling.run_folder import RunFolder
 from inkling.settings import Settings
@@ -18,10 +19,13 @@ POSITION = 100  # of the next row of every sequence
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         settings = Settings.load()
-        record = RunFolder.of_parent(settings.run_root).wait_for_target(settings.load_timeout_s, print)
+        folder = RunFolder.of_parent(settings.run_root)
+        record = folder.wait_for_target(settings.load_timeout_s, print)
         self._key, self._generation = record.key_words, record.generation
         takes_hidden = settings.hidden_transport == "dlpack"
-        self._target, self._draft = BlsTarget(pb_utils, takes_hidden), BlsDraft(pb_utils)
+        heartbeat = Heartbeat(folder, "bls_probe")
+        self._target = BlsTarget(pb_utils, heartbeat, takes_hidden)
+        self._draft = BlsDraft(pb_utils, heartbeat)
 
     def execute(self, requests: list) -> list:
         return [self._measure(request) for request in requests]

@@ -6,6 +6,7 @@ import triton_python_backend_utils as pb_utils
 
 from inkling.bls import answer, check_key
 from inkling.engine.null_models import NullDraft
+from inkling.liveness import Heartbeat
 from inkling.protocol import CONTROL, DRAFT_MODEL, DRAFTS
 from inkling.run_folder import RunFolder
 from inkling.settings import Settings
@@ -14,12 +15,14 @@ from inkling.settings import Settings
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         settings = Settings.load()
-        record = RunFolder.of_parent(settings.run_root).wait_for_target(settings.load_timeout_s, print)
+        folder = RunFolder.of_parent(settings.run_root)
+        record = folder.wait_for_target(settings.load_timeout_s, print)
+        self._heartbeat = Heartbeat(folder, DRAFT_MODEL)
         self._key = record.key_words.tobytes()
         self._draft = NullDraft()
 
     def execute(self, requests: list) -> list:
-        return [answer(pb_utils, request, self._step) for request in requests]
+        return [answer(pb_utils, request, self._step, self._heartbeat) for request in requests]
 
     def _step(self, request) -> list:
         control = pb_utils.get_input_tensor_by_name(request, CONTROL).as_numpy()

@@ -8,6 +8,7 @@ from inkling.bls import answer, check_key
 from inkling.config import ModelConfig
 from inkling.device_memory import BlockHandle
 from inkling.engine.null_models import NullTarget
+from inkling.liveness import Heartbeat
 from inkling.protocol import CONTROL, HIDDEN, LOGPROBS, TARGET_MODEL, TOKENS
 from inkling.run_folder import RunFolder, TargetRecord
 from inkling.settings import Settings
@@ -18,13 +19,14 @@ class TritonPythonModel:
         settings = Settings.load()
         folder = RunFolder.of_parent(settings.run_root)
         folder.create()
+        self._heartbeat = Heartbeat(folder, TARGET_MODEL)
         record = TargetRecord.create(settings.cache_bytes, BlockHandle(0))
         self._key = record.key_words.tobytes()
         self._target = NullTarget(hidden_words=ModelConfig.from_dir(settings.checkpoint).hidden_size)
         folder.publish(record)
 
     def execute(self, requests: list) -> list:
-        return [answer(pb_utils, request, self._step) for request in requests]
+        return [answer(pb_utils, request, self._step, self._heartbeat) for request in requests]
 
     def _step(self, request) -> list:
         control = pb_utils.get_input_tensor_by_name(request, CONTROL).as_numpy()

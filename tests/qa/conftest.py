@@ -1,0 +1,80 @@
+"""Faults of real servers. ``live`` serves every case that must leave its server as it was; others start their own.
+
+A request counts as answered when it got its final response, an error, or a closed connection.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from inkling.client import stream_grpc
+from inkling.engine.request import GenerateRequest, SamplingParams, StopRules
+from tests.in_process import LocalModels, generate
+from tests.server.conftest import (  # noqa: F401
+    ServeCommand,
+    demo_checkpoint,
+    serve,
+    start_server,
+    tiny_checkpoint,
+)
+
+ANSWERED_S = 15.0  # after a fault, at the latest
+THREADS = "1"  # part of the promise: the references are computed with as many
+PROMPT = (5, 17, 3, 42, 8)
+NUM_TOKENS = 24
+
+
+class Expected:
+    """Right answers of a checkpoint: of its target alone, in this process, without drafts."""
+
+    def __init__(self, checkpoint: Path):
+        models = LocalModels(checkpoint, threads=int(THREADS))
+        request = GenerateRequest(PROMPT, SamplingParams(), StopRules(NUM_TOKENS), num_draft_tokens=0)
+        self.ids = generate(models.engine(), [request])[0].ids
+
+    def check(self, command: ServeCommand) -> None:
+        """A new request gets the right tokens."""
+        inputs = {"input_ids": list(PROMPT), "max_tokens": NUM_TOKENS, "ignore_eos": True}
+        responses = stream_grpc(command.grpc_url, inputs, 60.0)
+        assert [token for response in responses for token in response["output_ids"]] == self.ids
+
+
+@pytest.fixture(scope="session")
+def expected(tiny_checkpoint: Path) -> Expected:  # noqa: F811
+    return Expected(tiny_checkpoint)
+
+
+@pytest.fixture(scope="session")
+def live(tmp_path_factory: pytest.TempPathFactory, demo_checkpoint: Path) -> Iterator[ServeCommand]:  # noqa: F811
+    base = tmp_path_factory.mktemp("live")
+    command = ServeCommand.start(base, "--checkpoint", str(demo_checkpoint), "--threads", THREADS)
+    command.wait_ready()
+    command.expected = Expected(demo_checkpoint)
+    yield command
+    command.end()
+    assert command.process.returncode == 0 and command.leftovers() == []
+
+
+def sizes(command: ServeCommand) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in command.shared_memory()}
+
+
+@pytest.fixture
+def undisturbed(live: ServeCommand) -> Iterator[ServeCommand]:
+    """``live``, which after the test must have the same processes, regions and files, and give the right tokens."""
+    before = {member.pid for member in live.processes()}, sizes(live)
+    files = sorted(path.name for path in live.run_folders()[0].iterdir())
+    live.expected.check(live)
+    yield live
+    live.expected.check(live)
+    assert ({member.pid for member in live.processes()}, sizes(live)) == before
+    assert sorted(path.name for path in live.run_folders()[0].iterdir()) == files
+    assert live.process.poll() is None, live.log_text()
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
