@@ -28,7 +28,7 @@ def note(line: str) -> None:
 
 def main() -> None:
     prompts = [entry["text"] for entry in json.loads((FOLDER / "prompts.json").read_text())[:NUM_PROMPTS]]
-    settings = Settings(checkpoint=str(FOLDER / "checkpoint"), draft_length="fixed")
+    settings = Settings(checkpoint=str(FOLDER / "checkpoint"), draft_length="fixed", log_format="off")
     with RunningServer(settings, ANY_PORTS, report=note) as server:
         print(f"ready {server.http_url} {server.grpc_url}")
         urls = (f"grpc://{server.grpc_url}", f"http://{server.http_url}")

@@ -67,7 +67,9 @@ def test_a_pid_used_again_is_a_dead_owner(tmp_path, orphan) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["shm"]
 
 
-@pytest.mark.parametrize("owner", ["", "x 17 " + PREFIX, f"{2**22 + 1} 17 python"])
+@pytest.mark.parametrize(
+    "owner", ["", "x 17 " + PREFIX, f"{2**22 + 1} 17 python"], ids=["empty", "no pid", "short prefix"]
+)
 def test_a_record_that_is_none_is_left_alone(tmp_path, owner, monkeypatch) -> None:
     """A short prefix would match the command lines of strangers. Nothing may be killed here even where the check is
     broken: this test looks for no process and sends no signal."""
