@@ -37,7 +37,7 @@ def test_a_killed_model_ends_the_server_and_frees_the_gpu(device: str, model: st
         members = [m.pid for m in process_group.members(server.pid)]
         (stub,) = [pid for pid in members if f"/{model}/" in Path(f"/proc/{pid}/cmdline").read_text()]
         os.kill(stub, signal.SIGKILL)
-        with pytest.raises(ServerError, match=rf"the process of a model ended \(pid {stub}\)"):
+        with pytest.raises(ServerError, match=rf"{model} \(pid {stub}\) ended"):
             server.wait()
     assert not [m for m in process_group.members(server.pid) if not m.is_zombie]
     deadline = time.monotonic() + 10.0  # the driver takes its time after a process has gone
