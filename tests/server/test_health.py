@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from contextlib import closing
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from inkling.health import ailment
 from inkling.protocol import DRAFT_MODEL, ENSEMBLE_MODEL, TARGET_MODEL
 
 pytestmark = pytest.mark.server
+
+DEMO = Path(__file__).parents[2] / "demo" / "checkpoint"
 
 
 def stub_of(server, model: str) -> int:
@@ -47,18 +50,18 @@ def test_a_dead_model_process_is_seen(start_server, tiny_checkpoint, model):
     assert model in ailment(server.http_url, timeout_s=5.0)
 
 
-def test_a_full_server_is_healthy_and_a_stopped_one_is_not(start_server, tiny_checkpoint):
-    server = start_server(tiny_checkpoint, max_running_sequences=1, max_queued_requests=1)
+def test_a_full_server_is_healthy_and_a_stopped_one_is_not(start_server):
+    server = start_server(DEMO, max_running_sequences=1, max_queued_requests=1)  # slow enough to stay full
     request = {"input_ids": [1], "max_tokens": 3000, "ignore_eos": True}
     with closing(stream_http(server.http_url, request)) as running:
         next(running)  # it has the only place
-        assert ailment(server.http_url, timeout_s=2.0) == ""  # the probe waits until its deadline
         with closing(stream_http(server.http_url, request)) as waiting:
             thread = threading.Thread(target=lambda: next(waiting))
             thread.start()
+            deadline = time.monotonic() + 10.0
             while not is_full(server.http_url):
-                pass
-            assert ailment(server.http_url, timeout_s=2.0) == ""
+                assert time.monotonic() < deadline, "the queue never was full: the answer is too short"
+            assert ailment(server.http_url, timeout_s=0.5) == ""
             running.close()
             thread.join()
     os.kill(stub_of(server, ENSEMBLE_MODEL), signal.SIGSTOP)
