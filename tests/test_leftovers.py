@@ -31,6 +31,8 @@ def shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def orphan() -> subprocess.Popen[bytes]:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", f"{PREFIX}region"])
+    while process.pid not in process_group.with_word(PREFIX):  # its command line is there a little later
+        assert process.poll() is None
     yield process
     process.kill()
     process.wait()
