@@ -73,7 +73,12 @@ def test_the_server_returns_the_tokens_of_the_target_alone(
     expected = [generate(models.engine(), [request])[0].ids for request in requests]
 
     server = start_server(
-        DEMO, max_context=512, threads=THREADS, max_prompt_chunk=max_prompt_chunk, hidden_transport=transport
+        DEMO,
+        max_context=512,
+        threads=THREADS,
+        draft_length="fixed",
+        max_prompt_chunk=max_prompt_chunk,
+        hidden_transport=transport,
     )
     urls = (f"grpc://{server.grpc_url}", f"http://{server.http_url}")
     calls = [(urls[i % 2], inputs(r, random.randint(0, models.num_depths))) for i, r in enumerate(requests)]
