@@ -12,9 +12,8 @@ import http.client
 import json
 
 from inkling.parameters import INT32_MAX
-from inkling.protocol import DRAFT_MODEL, ENSEMBLE_MODEL, TARGET_MODEL
+from inkling.protocol import ENSEMBLE_MODEL, MODELS
 
-MODELS = (TARGET_MODEL, DRAFT_MODEL, ENSEMBLE_MODEL)
 _QUEUE_IS_FULL = "requests are waiting, which is the bound"
 
 

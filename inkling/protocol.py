@@ -29,6 +29,7 @@ from inkling.errors import ProtocolError
 CONTROL, TOKENS, HIDDEN, DRAFTS = "CONTROL", "TOKENS", "HIDDEN", "DRAFTS"
 LOGPROBS = "LOGPROBS"
 TARGET_MODEL, DRAFT_MODEL, ENSEMBLE_MODEL = "inkling_target", "inkling_mtp", "spec_ensemble"
+MODELS = (TARGET_MODEL, DRAFT_MODEL, ENSEMBLE_MODEL)
 
 # tensor name -> (Triton data type, dims); a test holds each config.pbtxt equal to these.
 TARGET_TENSORS = (

@@ -34,8 +34,9 @@ from pathlib import Path
 import numpy as np
 
 from inkling import leftovers, process_group, tritonserver
+from inkling.health import ailment
 from inkling.liveness import Watch
-from inkling.protocol import DRAFT_MODEL, ENSEMBLE_MODEL, TARGET_MODEL
+from inkling.protocol import ENSEMBLE_MODEL, MODELS
 from inkling.run_folder import RunFolder
 from inkling.settings import ENV_FILE, ENV_PREFIX, Settings
 from inkling.synthetic import SyntheticName, is_synthetic
@@ -165,9 +166,7 @@ class RunningServer:
             self._check_alive()
             time.sleep(0.05)
         timeout_s = self.settings.step_timeout_s
-        self._watches = [
-            Watch(self._run_folder, model, timeout_s) for model in (TARGET_MODEL, DRAFT_MODEL, ENSEMBLE_MODEL)
-        ]
+        self._watches = [Watch(self._run_folder, model, timeout_s) for model in MODELS]
         self._test_models()
         self.is_ready = True
 
@@ -228,15 +227,10 @@ class RunningServer:
         )
 
     def _test_models(self) -> None:
-        """One request through all three: two tokens, because the draft runs after the first."""
-        from inkling.client import ResponseError, stream_http  # brings gRPC, which nothing else here needs
-
-        request = {"input_ids": [0], "max_tokens": 2, "ignore_eos": True}
-        try:
-            list(stream_http(self.http_url, request, SELF_TEST_S))
-        except ResponseError as error:
+        """One request through all three."""
+        if reason := ailment(self.http_url, SELF_TEST_S):
             self._check_alive()
-            raise ServerError(f"the models are loaded, but the first request failed: {error}") from error
+            raise ServerError(f"the models are loaded, but the first request failed: {reason}")
 
     def _check_alive(self) -> None:
         if reason := self._failure():
@@ -348,7 +342,7 @@ def load_failure(log: deque[str]) -> str:
     for line in log:
         if match := _LOAD_FAILURE.search(line):
             reasons[match[1]] = match[2].replace("\\n", "\n").replace('\\"', '"')
-    order = [name for name in (TARGET_MODEL, DRAFT_MODEL, ENSEMBLE_MODEL) if name in reasons]
+    order = [name for name in MODELS if name in reasons]
     return "\n".join(f"{name}: {reasons[name]}" for name in order)
 
 

@@ -219,6 +219,14 @@ def test_every_request_has_one_line_without_its_text(server):
     assert SECRET not in "\n".join(server.log)
 
 
+def test_all_three_models_have_worked_before_ready(tiny_checkpoint):
+    options = ServerOptions(http_port=0, grpc_port=0, metrics_port=0)
+    with RunningServer(Settings(str(tiny_checkpoint)), options) as server:
+        seen = settled(server)
+    assert seen["spec_decode_num_drafts_total", ()] >= 1, "the draft was never called"
+    assert seen["generation_tokens_total", ()] == 3
+
+
 def test_a_server_knows_how_many_failed_before_it_and_writes_json(tiny_checkpoint):
     settings = Settings(str(tiny_checkpoint), log_format="json")
     options = ServerOptions(http_port=0, grpc_port=0, metrics_port=0)
