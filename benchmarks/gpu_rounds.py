@@ -35,8 +35,9 @@ from inkling.engine.scheduler import EngineLimits
 from inkling.model.cuda_draft import CudaDraftRunner
 from inkling.model.cuda_graphs import StepGraphs
 from inkling.model.cuda_runner import CudaTargetRunner
+from inkling.model.load import runner_sizes
 from inkling.model.weights import load_draft, load_target
-from inkling.protocol import KEY_WORDS, Kind
+from inkling.protocol import KEY_WORDS
 from inkling.settings import Settings
 
 SESSION = Session(np.zeros(KEY_WORDS, np.int32), 1)
@@ -66,26 +67,16 @@ class Runners:
         load = {"dtype": torch.bfloat16, "device": "cuda"}
         weights = load_target(checkpoint, self.config, **load)
         say(f"weights of the target: {torch.cuda.memory_allocated() / 1e9:.2f} GB")
-        self.target = CudaTargetRunner(self.config, weights, **self._sizes(Model.TARGET))
+        rows = self.deployment.settings.max_tokens_per_step
+        sizes = runner_sizes(self.deployment, Model.TARGET, SESSION.generation)
+        self.target = CudaTargetRunner(self.config, weights, **sizes, max_tokens_per_step=rows)
         self.draft = None
         if depths:
             draft = load_draft(checkpoint, self.config, depths, **load)
-            sizes = self._sizes(Model.DRAFT)
-            self.draft = CudaDraftRunner(self.config, draft, weights.embed, weights.head, **sizes)
+            sizes = runner_sizes(self.deployment, Model.DRAFT, SESSION.generation)
+            shared = weights.embed, weights.head
+            self.draft = CudaDraftRunner(self.config, draft, *shared, **sizes, max_tokens_per_step=rows)
         say(f"with caches and buffers: {torch.cuda.memory_allocated() / 1e9:.2f} GB")
-
-    def _sizes(self, model: Model) -> dict:
-        settings = self.deployment.settings
-        pools = dict(zip(Kind, self.deployment.layout.pools(model), strict=True))
-        return {
-            "generation": SESSION.generation,
-            "num_slots": settings.max_running_sequences,
-            "max_context": self.deployment.max_context,
-            "num_draft_tokens": self.deployment.num_draft_tokens,
-            "page_size": {kind: pool.page_size for kind, pool in pools.items()},
-            "num_pages": {kind: pool.num_pages for kind, pool in pools.items()},
-            "max_tokens_per_step": settings.max_tokens_per_step,
-        }
 
 
 @dataclass

@@ -12,6 +12,7 @@ from inkling.engine.pages import CacheLayout
 from inkling.errors import SettingsError
 from inkling.memory import PAGE_SIZES
 from inkling.memory_plan import DEFAULT_CACHE_BYTES, UNUSED, MemoryPlan, plan_memory
+from inkling.model.hidden_ring import output_rows
 from inkling.model.shared_weights import SharedLayout
 from inkling.settings import Settings
 from inkling.synthetic_weights import open_checkpoint
@@ -80,8 +81,8 @@ class Deployment:
             else:
                 memory_bytes = int((1 - UNUSED) * gpu_bytes(settings.gpu))
         uses_ring = settings.hidden_transport == "ring" and drafts > 0
-        padded_rows = max(settings.max_tokens_per_step, settings.max_running_sequences * (drafts + 1))
-        shared = SharedLayout.of(config, weight_dtype, dtype, ring_rows=padded_rows if uses_ring else 0)
+        rows = output_rows(settings.max_tokens_per_step, settings.max_running_sequences, drafts)
+        shared = SharedLayout.of(config, weight_dtype, dtype, ring_rows=rows if uses_ring else 0)
         plan = plan_memory(
             config,
             settings,

@@ -17,6 +17,7 @@ from inkling.errors import SettingsError
 from inkling.memory import PAGE_SIZES, all_page_bytes, cache_layout, format_bytes, layout_bytes, weight_bytes
 from inkling.memory import sequence_bytes as bytes_of_sequence
 from inkling.model.cuda_graphs import bucket_sizes
+from inkling.model.hidden_ring import RING_SLOTS, output_rows
 from inkling.model.shared_weights import SharedLayout
 from inkling.protocol import Kind, ring_rows
 from inkling.settings import Settings
@@ -175,8 +176,8 @@ def _model_bytes(
     """What each model's process holds beside weights and caches, by part."""
     slots, step_rows = settings.max_running_sequences, settings.max_tokens_per_step
     width = config.hidden_size * dtype.itemsize
-    out_rows = max(step_rows, slots * (num_drafts + 1))
-    hidden = shared.ring_bytes or 2 * out_rows * width  # two outputs in turn
+    out_rows = output_rows(step_rows, slots, num_drafts)
+    hidden = shared.ring_bytes or RING_SLOTS * out_rows * width
     keys = max_context + num_drafts + 1
     sizes = [(Model.TARGET, hidden, num_drafts + 1, out_rows, 2 * _LOGIT_ROWS)]  # as drawn, and shaped
     if num_drafts:

@@ -9,8 +9,8 @@ The draft need not be row-exact: its bits never reach an answer.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ from inkling.model.weights import DraftWeights
 from inkling.protocol import DraftStep, Kind, ring_rows, unpack
 from inkling.step_clock import StepClock
 from kernels.cuda.draft_rows import depth_ids, keep_states, window_states
-from kernels.cuda.head import Drawn, Noise, allocate_drawn, head_draw, head_logits
+from kernels.cuda.head import Noise, allocate_drawn, head_draw, head_logits
 from kernels.cuda.norm import dual_norm_cat, rms_norm
 from kernels.cuda.products import linear
 from kernels.cuda.router import launch_sizes
@@ -106,19 +106,14 @@ class CudaDraftRunner:
             )
             for rows in reversed(self._row_sizes(sequences, has_filters))
         ]
-        host, empty = self.passes.buffer.host, np.zeros((4, 0), np.int32)
+        host = self.passes.buffer.host
         for name in ("records", "windows_known", "draw_row"):
             host[name][:] = -1
         host["temperature"][:] = 0
-        self.passes.write_segments(*empty, capacity=len(host["segments"]))
-        self.passes.write_pages(np.zeros((0, 5), np.int32))
+        self.passes.write_nothing()
         with torch.inference_mode():
             self.passes.buffer.upload("ids", len(host["ids"]))
-            torch.cuda.synchronize()
-            self.graphs.capture(keys, report)
-            began = time.monotonic()
-            self.warm_prompts()
-            report(f"draft: prompt kernels ready in {time.monotonic() - began:.1f} s")
+            self.graphs.capture(keys, self.warm_prompts, report)
 
     def warm_prompts(self) -> None:
         """As the target's: windows of every choice of launches, which take their states from the rings."""
@@ -274,9 +269,7 @@ class CudaDraftRunner:
             sample(logits, SamplingRows(**options, position=position), tokens, *unused)
         else:
             noise = Noise(options["temperature"], options["seed"], position)
-            drawn = self._drawn
-            parts = drawn.parts.view(-1)[: 4 * count * drawn.best_ids.shape[1]].view(4, count, -1)
-            room = Drawn(tokens, drawn.scores[:count], drawn.best_ids[:count], parts)
+            room = replace(self._drawn.first(count), tokens=tokens)
             head_draw(states, index, self.head, mup, noise, room)
 
 

@@ -113,10 +113,8 @@ class TargetDraws:
 
     def _views_of(self, count: int) -> tuple[Tensor, Drawn, Tensor]:
         """Rows, room on the device and tokens on the host of ``count`` draws."""
-        drawn, tiles = self._drawn, self._drawn.best_ids.shape[1]
-        parts = drawn.parts.view(-1)[: 4 * count * tiles].view(4, count, tiles)
-        room = Drawn(drawn.tokens[:count], drawn.scores[:count], drawn.best_ids[:count], parts)
-        return self._buffer.device["draw_row"][:count], room, self._host_tokens[:count]
+        rows, host_tokens = self._buffer.device["draw_row"][:count], self._host_tokens[:count]
+        return rows, self._drawn.first(count), host_tokens
 
     def _logits_of(self, hidden: Tensor, index: Tensor) -> Tensor:
         if not len(self._logits):

@@ -60,11 +60,15 @@ class StepGraphs:
         """On the current stream."""
         self._graphs[key].replay()
 
-    def capture(self, keys: Sequence[Hashable], report: Report) -> None:
-        """Captures ``run`` for every key, after running it once as it is: kernels compile and load then.
+    def capture(
+        self, keys: Sequence[Hashable], warm_others: Callable[[], None], report: Report = lambda line: None
+    ) -> None:
+        """Captures ``run`` for every key, after running it once as it is: kernels compile and load then. At last calls
+        ``warm_others``, which does that for the runs without a graph.
 
         Largest first, so that the pool is as large as the largest. ``report`` gets time and memory of every tenth part.
         """
+        torch.cuda.synchronize()  # what the step buffer holds is there
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         began, before, count = time.monotonic(), _reserved_mb(), len(keys)
@@ -85,6 +89,9 @@ class StepGraphs:
                         f"{self.what}: {index + 1} of {count} graphs in {took:.1f} s, {size:.0f} MB; last {key}"
                     )
         report(f"{self.what}: {count} graphs in {time.monotonic() - began:.1f} s")
+        began = time.monotonic()
+        warm_others()
+        report(f"{self.what}: prompt kernels ready in {time.monotonic() - began:.1f} s")
 
 
 def _reserved_mb() -> float:

@@ -148,6 +148,11 @@ class CudaPasses:
             table[:count, column] = values
         table[count:capacity] = _NO_SEGMENT
 
+    def write_nothing(self) -> None:
+        """A pass without segments and changes of pages."""
+        self.write_segments(*np.zeros((4, 0), np.int32), capacity=self.num_slots)
+        self.write_pages(np.zeros((0, 5), np.int32))
+
     def write_tiles(self, num_segments: int) -> dict[Kind, int]:
         """For a pass with long segments; -> number of tiles per kind. After ``write_segments``."""
         segments = self.buffer.host["segments"][:num_segments]

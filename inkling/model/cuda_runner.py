@@ -6,7 +6,6 @@ out and the one wait for it. Rows lie packed in the order of the step's segments
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -20,6 +19,7 @@ from inkling.model.cuda_draws import TargetDraws, draw_arrays
 from inkling.model.cuda_graphs import DeviceStream, Report, StepGraphs, bucket_of, bucket_sizes
 from inkling.model.cuda_layer import CudaLayer, CudaPass
 from inkling.model.cuda_pass import CudaPasses
+from inkling.model.hidden_ring import RING_SLOTS, output_rows
 from inkling.model.scoring import widened
 from inkling.model.slots import Slots, positions_per_slot
 from inkling.model.token_rules import TokenRules
@@ -31,7 +31,6 @@ from kernels.cuda.router import launch_sizes
 from kernels.cuda.step_inputs import hand_out
 
 _NO_SCORES = np.empty((0, 2), np.int32)
-NUM_OUTPUTS = 2  # the states handed out stay as they are until the next step but one
 
 
 class DrawKey(NamedTuple):
@@ -71,7 +70,7 @@ class CudaTargetRunner:
         self.rules = TokenRules(weights.head.shape[0], device)
         rows = output_rows(max_tokens_per_step, num_slots, num_draft_tokens)
         if outputs is None:
-            outputs = torch.zeros(NUM_OUTPUTS, rows, config.hidden_size, dtype=torch.bfloat16, device=device)
+            outputs = torch.zeros(RING_SLOTS, rows, config.hidden_size, dtype=torch.bfloat16, device=device)
         self.outputs = outputs
         self._states = outputs.flatten(0, 1)  # draws name their rows in all of them
         arrays = {"which_output": (torch.int32, (1,)), **draw_arrays(rows), "ids": (torch.int32, (rows,))}
@@ -96,15 +95,10 @@ class CudaTargetRunner:
         keys += [DrawKey(count) for count in reversed(self._draw_sizes)]
         host = self.passes.buffer.host
         host["ids"][:] = host["draw_row"][:] = -1
-        self.passes.write_segments(*np.zeros((4, 0), np.int32), capacity=len(host["segments"]))
-        self.passes.write_pages(np.zeros((0, 5), np.int32))
+        self.passes.write_nothing()
         with torch.inference_mode():
             self.passes.buffer.upload("ids", len(host["ids"]))
-            torch.cuda.synchronize()
-            self.graphs.capture(keys, report)
-            began = time.monotonic()
-            self.warm_prompts()
-            report(f"target: prompt kernels ready in {time.monotonic() - began:.1f} s")
+            self.graphs.capture(keys, self.warm_prompts, report)
 
     def warm_prompts(self) -> None:
         """Runs a prompt for every choice of launches, so that they compile and load before a request needs them.
@@ -227,11 +221,6 @@ class CudaTargetRunner:
         for layer, cache, kind, following in layers:
             layer.forward(x, normed, cache, batch[kind], following)
         hand_out(normed, self.outputs, arrays["which_output"])
-
-
-def output_rows(max_tokens_per_step: int, num_slots: int, num_draft_tokens: int) -> int:
-    """Rows of one output: of the longest step, padded."""
-    return max(max_tokens_per_step, num_slots * (num_draft_tokens + 1))
 
 
 def _joined(drawn: np.ndarray, prompt: np.ndarray | None) -> np.ndarray:

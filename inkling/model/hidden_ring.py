@@ -12,6 +12,11 @@ from inkling.errors import ProtocolError
 RING_SLOTS = 2  # a step's states stay while the next step's are written
 
 
+def output_rows(max_tokens_per_step: int, num_slots: int, num_draft_tokens: int) -> int:
+    """R, rows of the longest step, padded: every slot may verify all its drafts."""
+    return max(max_tokens_per_step, num_slots * (num_draft_tokens + 1))
+
+
 @dataclass(frozen=True)
 class HiddenRing:
     """``states`` [RING_SLOTS, R, H]: step s has slot s mod RING_SLOTS.

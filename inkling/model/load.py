@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from inkling.deployment import Deployment
-from inkling.engine.pages import Model
+from inkling.engine.pages import CacheLayout, Model
 from inkling.model.mtp import MtpModel
 from inkling.model.runner import DraftRunner, TargetRunner
 from inkling.model.shared_weights import SharedWeights
@@ -51,7 +51,7 @@ def load_target_runner(
         shared.embed.copy_(weights.embed)
         shared.head.copy_(weights.head)
         weights = replace(weights, embed=shared.embed, head=shared.head)
-    sizes = {"generation": generation} | _sizes(deployment, Model.TARGET)
+    sizes = runner_sizes(deployment, Model.TARGET, generation)
     if settings.device == "cuda":
         from inkling.model.cuda_runner import CudaTargetRunner  # imports triton
 
@@ -72,7 +72,7 @@ def load_draft_runner(
     """Reads the first N depths; embedding table and head are ``shared``."""
     settings, config = deployment.settings, deployment.config
     torch.set_num_threads(settings.num_threads)
-    sizes = {"generation": generation} | _sizes(deployment, Model.DRAFT)
+    sizes = runner_sizes(deployment, Model.DRAFT, generation)
     if deployment.num_draft_tokens == 0:
         return DraftRunner(_no_depths(deployment, shared), **sizes)
     weights = load_draft(
@@ -102,9 +102,13 @@ def _no_depths(deployment: Deployment, shared: SharedWeights) -> MtpModel:
     return MtpModel(deployment.config, weights, [], deployment.dtype, shared.embed, shared.head)
 
 
-def _sizes(deployment: Deployment, model: Model) -> dict:
-    pools = dict(zip(Kind, deployment.layout.pools(model), strict=True))
+def runner_sizes(
+    deployment: Deployment, model: Model, generation: int, layout: CacheLayout | None = None
+) -> dict[str, object]:
+    """Keyword arguments that all runners take; ``layout``: other caches than the deployment's."""
+    pools = dict(zip(Kind, (layout or deployment.layout).pools(model), strict=True))
     return {
+        "generation": generation,
         "num_slots": deployment.settings.max_running_sequences,
         "max_context": deployment.max_context,
         "num_draft_tokens": deployment.num_draft_tokens,

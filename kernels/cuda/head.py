@@ -181,6 +181,12 @@ class Drawn:
     best_ids: Tensor  # int32 [n, tiles]
     parts: Tensor  # fp32 [4, n, tiles]
 
+    def first(self, count: int) -> Drawn:
+        """Room for ``count`` rows, in this one's."""
+        tiles = self.best_ids.shape[1]
+        parts = self.parts.view(-1)[: 4 * count * tiles].view(4, count, tiles)
+        return Drawn(self.tokens[:count], self.scores[:count], self.best_ids[:count], parts)
+
 
 def allocate_drawn(num_rows: int, head: Tensor, config: TileConfig | None = None) -> Drawn:
     """Room for ``num_rows`` rows."""

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from inkling.deployment import Deployment
-from inkling.engine.pages import CacheLayout, Model
+from inkling.engine.pages import Model
 from inkling.engine.request import GenerateRequest
 from inkling.model.cuda_draft import CudaDraftRunner
 from inkling.model.cuda_graphs import StepGraphs
 from inkling.model.cuda_runner import CudaTargetRunner
+from inkling.model.load import runner_sizes
 from inkling.model.weights import load_draft, load_target
-from inkling.protocol import Kind
 from inkling.settings import Settings
 from tests.in_process import GENERATION, LocalModels, generate
 
@@ -31,28 +31,16 @@ class CudaModels(LocalModels):
         self.deployment = deployment = Deployment.of(Settings.from_values(values))
         config, depths = deployment.config, deployment.num_draft_tokens
         load = {"dtype": deployment.dtype, "device": device}
+        rows = deployment.settings.max_tokens_per_step
         self.weights = load_target(checkpoint, config, **load)
-        self.target = CudaTargetRunner(config, self.weights, **self.sizes(deployment.layout, Model.TARGET))
+        sizes = runner_sizes(deployment, Model.TARGET, GENERATION)
+        self.target = CudaTargetRunner(config, self.weights, **sizes, max_tokens_per_step=rows)
         self.draft = None
         if depths:
             draft_weights = load_draft(checkpoint, config, depths, **load)
-            sizes = self.sizes(deployment.layout, Model.DRAFT)
-            self.draft = CudaDraftRunner(
-                config, draft_weights, self.weights.embed, self.weights.head, **sizes
-            )
-
-    def sizes(self, layout: CacheLayout, model: Model) -> dict:
-        """Keyword arguments of a runner."""
-        settings, pools = self.deployment.settings, dict(zip(Kind, layout.pools(model), strict=True))
-        return {
-            "generation": GENERATION,
-            "num_slots": settings.max_running_sequences,
-            "max_context": self.deployment.max_context,
-            "num_draft_tokens": self.deployment.num_draft_tokens,
-            "page_size": {kind: pool.page_size for kind, pool in pools.items()},
-            "num_pages": {kind: pool.num_pages for kind, pool in pools.items()},
-            "max_tokens_per_step": settings.max_tokens_per_step,
-        }
+            sizes = runner_sizes(deployment, Model.DRAFT, GENERATION)
+            shared = self.weights.embed, self.weights.head
+            self.draft = CudaDraftRunner(config, draft_weights, *shared, **sizes, max_tokens_per_step=rows)
 
     def capture(self, report=lambda line: None) -> None:
         self.target.capture(report)

@@ -21,6 +21,7 @@ from kernels.cuda.configs import (
     segment_unit,
 )
 from kernels.cuda.products import _counters, linear
+from tests.cuda.early_chains import assert_overlap_changes_no_bit
 
 SMALL = [(48, 16), (64, 48), (258, 512), (192, 1024), (96, 768)]  # (N, K): the demo's and the tests' widths
 SERVED = sorted(SEGMENTS)
@@ -129,16 +130,7 @@ def check_early_launches(n: int, k: int, device: str, length: int = 8) -> None:
                 found.append(linear(found[-1], weight, config=config))
             return found
 
-        wanted = chain(False)
-        chain(True)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = chain(True)
-        for _ in range(20):
-            for out in found[1:]:
-                out.fill_(float("nan"))
-            graph.replay()
-            assert all(map(torch.equal, found, wanted)), (n, k, rows)
+        assert_overlap_changes_no_bit(chain, (n, k, rows))
 
 
 @pytest.mark.parametrize(("n", "k"), SMALL)

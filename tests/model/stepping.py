@@ -13,6 +13,7 @@ from inkling.engine.pages import CacheLayout, Model, PageAllocator, SequencePage
 from inkling.memory import cache_layout
 from inkling.model.batch import PageTables
 from inkling.model.cache import PagedCache
+from inkling.model.load import runner_sizes
 from inkling.model.runner import DraftRunner, TargetRunner
 from inkling.protocol import OPEN_WIDTH, DraftStep, Kind, SlotOptions, TargetStep, pack
 from tests.in_process import GENERATION, SESSION, LocalModels
@@ -35,28 +36,19 @@ def small_pages(models: LocalModels, max_chunk: int = 512) -> CacheLayout:
     )
 
 
-def runner_sizes(models: LocalModels, layout: CacheLayout, model: Model) -> dict:
-    """Keyword arguments of a runner."""
-    pools = dict(zip(Kind, layout.pools(model), strict=True))
-    return {
-        "generation": GENERATION,
-        "num_slots": models.deployment.settings.max_running_sequences,
-        "max_context": models.deployment.max_context,
-        "num_draft_tokens": layout.num_draft_tokens,
-        "page_size": {kind: pool.page_size for kind, pool in pools.items()},
-        "num_pages": {kind: pool.num_pages for kind, pool in pools.items()},
-    }
-
-
 def new_target(models: LocalModels, layout: CacheLayout) -> TargetRunner:
     """The same weights with caches of its own."""
-    return TargetRunner(models.target.model, **runner_sizes(models, layout, Model.TARGET))
+    return TargetRunner(
+        models.target.model, **runner_sizes(models.deployment, Model.TARGET, GENERATION, layout)
+    )
 
 
 def new_draft(
     models: LocalModels, layout: CacheLayout, kind: type[DraftRunner] = DraftRunner, **more: object
 ) -> DraftRunner:
-    return kind(models.draft.model, **runner_sizes(models, layout, Model.DRAFT), **more)
+    return kind(
+        models.draft.model, **runner_sizes(models.deployment, Model.DRAFT, GENERATION, layout), **more
+    )
 
 
 @dataclass(frozen=True)

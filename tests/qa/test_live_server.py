@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import http.client
-import json
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ from inkling.run_folder import RunFolder
 from tests.malformed import grpc_request
 from tests.qa.conftest import ANSWERED_S, NUM_TOKENS, PROMPT, resident_bytes
 from tests.server.conftest import ServeCommand
+from tests.server.streams import target_steps
 
 pytestmark = pytest.mark.qa
 LONG = {"input_ids": list(PROMPT), "max_tokens": 2000, "ignore_eos": True}
@@ -31,18 +31,10 @@ SHORT = LONG | {"max_tokens": NUM_TOKENS}
 MIB = 1 << 20
 
 
-def steps(command: ServeCommand) -> int:
-    connection = http.client.HTTPConnection(command.http_url, timeout=60)
-    connection.request("GET", f"/v2/models/{TARGET_MODEL}/stats")
-    stats = json.loads(connection.getresponse().read())
-    connection.close()
-    return stats["model_stats"][0]["execution_count"]
-
-
 def wait_idle(command: ServeCommand) -> None:
     """Until the target makes no more steps."""
     deadline = time.monotonic() + ANSWERED_S
-    while (before := steps(command)) != (time.sleep(0.3) or steps(command)):
+    while (before := target_steps(command.http_url)) != (time.sleep(0.3) or target_steps(command.http_url)):
         assert time.monotonic() < deadline, f"still running after {before} steps"
 
 

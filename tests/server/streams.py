@@ -9,7 +9,17 @@ import time
 from typing import Any
 
 from inkling.client import ResponseError, stream_grpc
-from inkling.protocol import ENSEMBLE_MODEL
+from inkling.protocol import ENSEMBLE_MODEL, TARGET_MODEL
+
+
+def target_steps(http_url: str) -> int:
+    """How many steps the target has made, by Triton's own statistics."""
+    connection = http.client.HTTPConnection(http_url, timeout=60)
+    connection.request("GET", f"/v2/models/{TARGET_MODEL}/stats")
+    stats = json.loads(connection.getresponse().read())
+    connection.close()
+    return stats["model_stats"][0]["execution_count"]
+
 
 REQUEST = {"text_input": "a", "ignore_eos": True, "return_num_output_tokens": True, "return_output_ids": True}
 

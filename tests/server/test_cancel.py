@@ -5,8 +5,6 @@ Steps are counted by the server's own statistics of ``inkling_target``: one exec
 
 from __future__ import annotations
 
-import http.client
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,9 +12,9 @@ from collections.abc import Iterator
 import pytest
 
 from inkling.client import ResponseError, stream_grpc, stream_http
-from inkling.protocol import TARGET_MODEL
 from inkling.server import RunningServer
 from tests.server.conftest import start
+from tests.server.streams import target_steps
 
 pytestmark = pytest.mark.server
 LONG = {"input_ids": [1, 2, 3], "max_tokens": 4000, "ignore_eos": True}
@@ -32,24 +30,20 @@ def single(tiny_checkpoint) -> Iterator[RunningServer]:
         yield server
 
 
-def steps(server: RunningServer) -> int:
-    connection = http.client.HTTPConnection(server.http_url, timeout=60)
-    connection.request("GET", f"/v2/models/{TARGET_MODEL}/stats")
-    stats = json.loads(connection.getresponse().read())
-    connection.close()
-    return stats["model_stats"][0]["execution_count"]
-
-
 def assert_place_is_free(server: RunningServer, steps_before: int) -> None:
     tokens = [t for response in stream_grpc(server.grpc_url, SHORT, 120.0) for t in response["output_ids"]]
     assert len(tokens) == SHORT["max_tokens"]
-    assert steps(server) - steps_before <= SHORT["max_tokens"] + NOTICE_STEPS < LONG["max_tokens"] // 5
+    assert (
+        target_steps(server.http_url) - steps_before
+        <= SHORT["max_tokens"] + NOTICE_STEPS
+        < LONG["max_tokens"] // 5
+    )
 
 
 def test_a_cancelled_grpc_stream_gives_its_place_back(single: RunningServer) -> None:
     responses = stream_grpc(single.grpc_url, LONG)
     next(responses)
-    before = steps(single)
+    before = target_steps(single.http_url)
     responses.close()
     assert_place_is_free(single, before)
 
@@ -62,7 +56,7 @@ def test_a_killed_client_gives_its_place_back(single: RunningServer) -> None:
     client = subprocess.Popen([sys.executable, "-c", script, single.grpc_url], stdout=subprocess.PIPE)
     try:
         assert client.stdout.readline() == b"token\n"
-        before = steps(single)
+        before = target_steps(single.http_url)
     finally:
         client.kill()
         client.wait()
@@ -73,7 +67,7 @@ def test_a_killed_client_gives_its_place_back(single: RunningServer) -> None:
 def test_a_disconnected_http_stream_gives_its_place_back(single: RunningServer) -> None:
     responses = stream_http(single.http_url, LONG)
     next(responses)
-    before = steps(single)
+    before = target_steps(single.http_url)
     responses.close()
     assert_place_is_free(single, before)
 
@@ -84,7 +78,7 @@ def test_a_request_that_waits_can_be_cancelled(single: RunningServer) -> None:
     waiting = stream_grpc(single.grpc_url, LONG, timeout_s=1.0)
     with pytest.raises(ResponseError, match="no response"):  # gives up after a second, which cancels
         next(waiting)
-    before = steps(single)
+    before = target_steps(single.http_url)
     running.close()
     assert_place_is_free(single, before)
 
