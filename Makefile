@@ -26,7 +26,7 @@ test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
 
 qa: $(STAMP)
-	$(BIN)/python -m pytest --durations=10 -m qa tests/qa
+	$(BIN)/python -m pytest --durations=10 -m qa
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -s -m soak

@@ -117,6 +117,7 @@ def change(before: Series, after: Series) -> dict[str, float]:
     return by_name
 
 
+@pytest.mark.qa  # compares times: nothing else may run
 def test_counters_and_times_are_those_of_the_clients(server):
     """Counters in every round; times in one of three, because a busy machine adds to what a client sees: whole times
     by their sum, first tokens by the median request, whose own times are in its line."""
@@ -201,6 +202,7 @@ def test_a_refused_request_counts_by_reason(server):
     assert changed == {("request_rejected_total", (("reason", "invalid"),))}
 
 
+@pytest.mark.qa  # compares times
 def test_every_request_has_one_line_without_its_text(server):
     start = len(server.log)
     client = Client(server.grpc_url)
