@@ -61,7 +61,7 @@ def test_check_says_that_the_weights_are_synthetic() -> None:
 
 
 def test_plan_takes_a_synthetic_checkpoint() -> None:
-    result = CliRunner().invoke(app, ["plan", "synthetic:mini?seed=0"])
+    result = CliRunner().invoke(app, ["plan", "synthetic:mini?seed=0", "--memory-bytes", "150000000000"])
     assert result.exit_code == 0, result.output
     assert "sequences that fit: " in result.stdout
 
