@@ -134,7 +134,7 @@ def test_acceptance_is_learnt_depth_by_depth() -> None:
         while accepted < 3 and random.random() < true[accepted]:
             accepted += 1
         lengths.verified(3, accepted)
-        lengths._learn(1)
+        lengths._learn(1, 1)
     assert [lengths.acceptance(k) for k in range(3)] == pytest.approx(true, abs=0.12)
 
 
