@@ -6,7 +6,7 @@ A request counts as answered when it got its final response, an error, or a clos
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -32,9 +32,12 @@ class Expected:
     """Right answers of a checkpoint: of its target alone, in this process, without drafts."""
 
     def __init__(self, checkpoint: Path):
-        models = LocalModels(checkpoint, threads=int(THREADS))
-        request = GenerateRequest(PROMPT, SamplingParams(), StopRules(NUM_TOKENS), num_draft_tokens=0)
-        self.ids = generate(models.engine(), [request])[0].ids
+        self._models = LocalModels(checkpoint, threads=int(THREADS))
+        self.ids = self.ids_of(PROMPT, SamplingParams(), StopRules(NUM_TOKENS))
+
+    def ids_of(self, prompt: Sequence[int], sampling: SamplingParams, stop: StopRules) -> list[int]:
+        request = GenerateRequest(tuple(prompt), sampling, stop, num_draft_tokens=0)
+        return generate(self._models.engine(), [request])[0].ids
 
     def check(self, command: ServeCommand) -> None:
         """A new request gets the right tokens."""
