@@ -96,12 +96,9 @@ def _strings(random: Random, request: ModelInferRequest) -> None:
 
 
 def _data_missing(random: Random, request: ModelInferRequest) -> None:
-    """Fewer raw contents than inputs, or more, or typed contents beside raw ones."""
-    change = random.randrange(3)
-    if change == 0:
+    """Fewer raw contents than inputs, or typed contents beside raw ones."""
+    if random.random() < 0.5:
         del request.raw_input_contents[random.randrange(len(request.raw_input_contents))]
-    elif change == 1:
-        request.raw_input_contents.append(random.choice([b"", ONE]))
     else:
         request.inputs[0].contents.int_contents.append(1)
 
@@ -143,7 +140,7 @@ def _place(random: Random, request: ModelInferRequest) -> None:
             ["nope", "", "spec_ensemble ", "SPEC_ENSEMBLE", "../x", "\0", "x" * 10_000]
         )
     else:
-        request.model_version = random.choice(["7", "-1", "1.5", "x", "9" * 30, " "])
+        request.model_version = random.choice(["7", "-1", "x", "9" * 30, " "])
 
 
 def _region(random: Random, request: ModelInferRequest) -> None:
@@ -229,12 +226,15 @@ def _bytes(random: Random) -> Fuzzed:
 
 
 def _allowed(random: Random) -> Fuzzed:
-    """What a request may carry beside its inputs, in values that clients do not send."""
+    """What a request may carry beside its inputs, in values that clients do not send. No classification of an output
+    of strings: tritonserver 2.51.0 divides by the size of its type, which is 0, and ends with SIGFPE."""
     request = grpc_request(valid(random))
     request.id = random.choice(["", "x" * 10_000, "é\0\n", json.dumps({"id": 1})])
     request.outputs.add(name=random.choice(["text_output", "seed", "prompt_logprobs"]))
-    if random.random() < 0.5:
+    if request.outputs[0].name == "seed":
         request.outputs[0].parameters["classification"].int64_param = random.choice([1, -1, 10**9])
+    if random.random() < 0.5:
+        request.raw_input_contents.append(ONE)
     name, kind, value = random.choice(
         [
             ("timeout", "int64_param", 10**7),

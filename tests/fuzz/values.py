@@ -22,7 +22,7 @@ from inkling.parameters import (
     STRING,
 )
 
-VOCAB, CONTEXT, NUM_DRAFTS = 4096, 4096, 3  # of a server with the demo checkpoint
+VOCAB, CONTEXT, NUM_DRAFTS = 4096, 4096, 4  # of a server with the demo checkpoint
 UNARY, STREAM = (
     f"/inference.GRPCInferenceService/{call}" for call in ("ModelInfer", "ModelStreamInfer")
 )  # gRPC

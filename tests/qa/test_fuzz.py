@@ -8,7 +8,6 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import re
 import socket
 import threading
 import time
@@ -17,7 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import cycle
-from typing import Any, NamedTuple
+from typing import Any
 
 import grpc
 import pytest
@@ -25,9 +24,9 @@ from tritonclient.grpc.service_pb2 import ModelInferResponse, ModelStreamInferRe
 
 from inkling.client import ResponseError, stream
 from inkling.engine.request import SamplingParams, StopRules
-from inkling.parameters import INPUTS
+from tests.fuzz.answers import CLOSED, ON_STREAM, Answer, fault
 from tests.fuzz.requests import fuzzed
-from tests.fuzz.values import STREAM, UNARY, Fate, Fuzzed
+from tests.fuzz.values import STREAM, UNARY, Fuzzed
 from tests.qa.conftest import PROMPT, resident_bytes
 from tests.server.conftest import ServeCommand
 from tests.server.test_metrics import settled
@@ -40,34 +39,6 @@ WARM_UP = 500  # requests until memory is looked at for the first time
 MIB = 1 << 20
 MAX_GROWTH = 64 * MIB  # of each process after that
 BAD_ENDINGS = ("request_rejected_total", "request_failure_total")
-CLOSED, ON_STREAM = (
-    "closed",
-    "on the stream",
-)  # beside HTTP and gRPC codes: no answer; an error without a code
-
-# Refusals of our own: INVALID_ARG, which HTTP's generate gives as 400 and a gRPC stream without a code.
-OURS = re.compile(
-    rf"({'|'.join(INPUTS)})\b|(unknown )?request parameter |none of text_input|the request's timeout is "
-)
-
-
-class ServerAnswer(NamedTuple):
-    """What tritonserver 2.51.0 itself answers before our code sees a request, or in place of its refusal."""
-
-    status: int | str
-    words: str  # a pattern
-    reason: str
-
-
-SERVER_ANSWERS = ()
-
-
-class Answer(NamedTuple):
-    """``status``: of HTTP or gRPC, or one of the above. ``is_whole``: a complete answer of the model."""
-
-    status: int | str
-    text: str
-    is_whole: bool = False
 
 
 def send_http(url: str, request: Fuzzed) -> Answer:
@@ -118,20 +89,6 @@ def send_grpc(channel: grpc.Channel, request: Fuzzed) -> Answer:
             ON_STREAM, errors[0] if len(responses) == 1 else f"{len(responses)} responses: {errors}"
         )
     return Answer("OK", "" if is_final else "no final response", is_final)
-
-
-def fault(request: Fuzzed, answer: Answer) -> str:
-    """What is wrong with the answer; empty: nothing."""
-    if answer.is_whole:
-        return "" if request.fate in (Fate.ANSWERED, Fate.EITHER) else "answered as if it were valid"
-    if request.fate is Fate.ANSWERED:
-        return "valid, and not answered"
-    if answer.status == CLOSED:
-        return "" if request.fate is Fate.BROKEN else "closed without an answer"
-    if answer.status in (400, ON_STREAM) and OURS.match(answer.text):
-        return ""
-    known = any(row.status == answer.status and re.search(row.words, answer.text) for row in SERVER_ANSWERS)
-    return "" if known else "an answer that is not in the table"
 
 
 def send_all(command: ServeCommand, seed: int, numbers: range, answers: Counter) -> list[str]:
