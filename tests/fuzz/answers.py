@@ -25,7 +25,7 @@ class Answer(NamedTuple):
 
 # How our own refusals begin: INVALID_ARG, which generate gives as 400 and a gRPC stream without a code.
 OURS = (
-    rf"({'|'.join(INPUTS)})\b",
+    rf"(an id of )?({'|'.join(INPUTS)})\b",
     "(unknown )?request parameter ",
     "none of text_input",
     "the request's (timeout|id) ",

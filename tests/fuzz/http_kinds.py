@@ -141,7 +141,7 @@ def _private(random: Random) -> Fuzzed:
 
 def _place(random: Random) -> Fuzzed:
     """A valid body under a wrong method, model, version or path."""
-    model = random.choice(["nope", "%00", "spec_ensemble%20", "..", "x" * 5000, "%ff", ENSEMBLE_MODEL])
+    model = random.choice(["nope", "%00", "spec_ensemble%20", "..", "x" * 1000, "%ff", ENSEMBLE_MODEL])
     version = random.choice(
         ["/versions/7", "/versions/-1", "/versions/x", "/versions/" + "9" * 30, "/versions/"]
     )

@@ -37,7 +37,8 @@ TIMEOUT_S = 30.0  # for any answer
 MAX_FAULTS = 20  # then it ends
 WARM_UP = 500  # requests until memory is looked at for the first time
 MIB = 1 << 20
-MAX_GROWTH = 64 * MIB  # of each process after that
+MAX_GROWTH = 64 * MIB  # of each model process after that
+MAX_SERVER_GROWTH = 256 * MIB  # of tritonserver, whose heap keeps holes of the bodies of megabytes
 BAD_ENDINGS = ("request_rejected_total", "request_failure_total")
 
 
@@ -192,6 +193,6 @@ def test_malformed_requests_are_refused_and_disturb_nothing(undisturbed: ServeCo
     print("resident growth in MiB:", [round(size / MIB, 1) for size in growth.values()])
     assert not faults, "\n\n".join(faults)
     assert not neighbours.wrong and neighbours.num_right > 0, neighbours.wrong[:3]
-    assert max(growth.values()) <= MAX_GROWTH
+    assert growth.pop(command.server_pid) <= MAX_SERVER_GROWTH and max(growth.values()) <= MAX_GROWTH
     endings = {key: value - before[key] for key, value in settled(command).items() if key[0] in BAD_ENDINGS}
     assert {key[1][0][1] for key, value in endings.items() if value} <= {"invalid"}, endings
