@@ -1,6 +1,6 @@
 """The engine's two models reached over Triton's business-logic calls, and the private side of that road.
 
-``BlsTarget`` and ``BlsDraft`` run in ``spec_ensemble``; ``answer`` and ``check_key`` run in the models they call.
+``BlsTarget`` and ``BlsDraft`` run in ``spec_ensemble``; ``answer`` and ``read_control`` run in the models they call.
 ``pb_utils`` (``triton_python_backend_utils``) exists in a server's stub only, so it is handed in.
 """
 
@@ -83,10 +83,14 @@ def _error_of(model: str, message: str) -> InklingError:
     return ModelError(f"{model} failed: {message}")
 
 
-def check_key(model: str, control: np.ndarray, key: bytes) -> None:
-    """Raises AccessError unless ``control`` carries the run folder's key."""
+def read_control(pb_utils: Any, request: Any, model: str, key: bytes) -> np.ndarray:
+    """CONTROL int32 of a private call. Raises AccessError unless it carries the run folder's key; the server counts
+    inputs where one is optional, so a call from outside may come without it."""
+    tensor = pb_utils.get_input_tensor_by_name(request, CONTROL)
+    control = np.zeros(0, np.int32) if tensor is None else tensor.as_numpy()
     if not hmac.compare_digest(control_key(control), key):
         raise AccessError(f"{model} is private to this server; send requests to spec_ensemble")
+    return control
 
 
 def answer(pb_utils: Any, request: Any, step: Callable[[Any], list[Any]], heartbeat: Heartbeat) -> Any:

@@ -219,6 +219,11 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
+def not_utf8(name: str, error: UnicodeDecodeError) -> RequestError:
+    byte = f"byte 0x{error.object[error.start]:02x} at offset {error.start}"
+    return RequestError(f"{name} is not valid UTF-8 at {byte}; encode text as UTF-8")
+
+
 def check_id(name: str, token: int, vocab_size: int) -> None:
     """Raises RequestError when the id is outside [0, vocab_size)."""
     if not 0 <= token < vocab_size:
@@ -299,8 +304,7 @@ def _decode(name: str, element: bytes | str) -> str:
     try:
         return element.decode()
     except UnicodeDecodeError as error:
-        byte = f"byte 0x{element[error.start]:02x} at offset {error.start}"
-        raise RequestError(f"{name} is not valid UTF-8 at {byte}; encode text as UTF-8") from error
+        raise not_utf8(name, error) from error
 
 
 def _list(name: str, value: object) -> list:

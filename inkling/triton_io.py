@@ -11,24 +11,33 @@ from typing import Any
 
 import numpy as np
 
+from inkling.engine.metrics import RequestTrace
 from inkling.engine.outbox import Chunk
 from inkling.errors import InklingError, RequestError
 from inkling.interface import OUTPUTS, InterfaceContext, ParsedRequest, parse_request
 from inkling.log_prob_outputs import LogProbOutputs
-from inkling.parameters import NUMPY_TYPES
+from inkling.parameters import NUMPY_TYPES, not_utf8
 
 NO_LOG_PROBS = LogProbOutputs()
 
 
-def read_request(request: Any, context: InterfaceContext) -> ParsedRequest:
-    """A ``pb_utils.InferenceRequest`` as a validated request. Raises RequestError."""
+def read_request(request: Any, context: InterfaceContext, trace: RequestTrace) -> ParsedRequest:
+    """A ``pb_utils.InferenceRequest`` as a validated request; ``trace`` gets its id. Raises RequestError.
+
+    The server's HTTP frontend does not check that its JSON is UTF-8, and the stub decodes when asked.
+    """
+    try:
+        trace.request_id = request.request_id()
+        parameters = json.loads(request.parameters() or "{}")
+    except UnicodeDecodeError as error:
+        raise not_utf8("the request's id or the name or value of a parameter", error) from error
     tensors = {}
     for tensor in request.inputs():
         try:
             tensors[tensor.name()] = tensor.as_numpy()
         except Exception as error:  # bytes that do not hold the elements they announce
             raise RequestError(f"{tensor.name()} cannot be read: {error}") from error
-    return parse_request(tensors, json.loads(request.parameters() or "{}"), request.timeout(), context)
+    return parse_request(tensors, parameters, request.timeout(), context)
 
 
 def send_error(pb_utils: Any, sender: Any, error: InklingError) -> None:

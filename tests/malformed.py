@@ -163,6 +163,9 @@ REACHES_US = (
     _parameter("max_tokens", 5, "send it as the input", transports=(GRPC,)),
     _sampling('{"temprature": 1}', "'temprature'", "did you mean 'temperature'"),
     _sampling('{"stream": true}', "'stream' is an input"),
+    # text that the server's HTTP frontend lets through
+    Case("id in broken UTF-8", ("the request's id", "0xff at offset 1"), {"id": b"a\xff"}, transports=(HTTP, STREAM)),
+    Case("parameter in broken UTF-8", ("a parameter", "0xff at offset"), {"a\udcff": 1}, transports=(HTTP, STREAM)),
     # sampling_parameters
     _sampling("", "not valid JSON"),
     _sampling('{"top_k": 1', "not valid JSON"),

@@ -8,8 +8,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from inkling.bls import BlsDraft, BlsTarget
-from inkling.errors import GenerationError, InklingError, ModelError, ModelLostError, StepGapError
+from inkling.bls import BlsDraft, BlsTarget, read_control
+from inkling.errors import (
+    AccessError,
+    GenerationError,
+    InklingError,
+    ModelError,
+    ModelLostError,
+    StepGapError,
+)
+from inkling.protocol import CONTROL, control_key
 
 
 class Heart:
@@ -62,3 +70,15 @@ def test_a_called_models_error_keeps_its_kind_and_a_model_without_words_is_lost(
         assert type(caught.value) is kind
         assert (heart.is_lost, heart.steps) == (is_lost, 1)
     assert ModelLostError.code == "UNAVAILABLE"
+
+
+def test_a_private_call_is_refused_without_the_key():
+    """Also one without CONTROL, which the server lets through where another input is optional."""
+    control = np.arange(200, dtype=np.int32)
+    tensor = SimpleNamespace(as_numpy=lambda: control)
+    pb_utils = SimpleNamespace(get_input_tensor_by_name=lambda request, name: request.get(name))
+    assert read_control(pb_utils, {CONTROL: tensor}, "m", control_key(control)) is control
+    short = SimpleNamespace(as_numpy=lambda: control[:3])
+    for request, key in (({}, control_key(control)), ({CONTROL: short}, b"k"), ({CONTROL: tensor}, b"k")):
+        with pytest.raises(AccessError, match="m is private"):
+            read_control(pb_utils, request, "m", key)

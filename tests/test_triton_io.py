@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 
 from inkling.engine.log_probs import TokenLogProb
+from inkling.engine.metrics import RequestTrace
 from inkling.engine.outbox import Chunk
-from inkling.errors import CancelledError, InklingError, QueueFullError
+from inkling.errors import CancelledError, InklingError, QueueFullError, RequestError
 from inkling.interface import ASKED_BY, OUTPUTS
 from inkling.log_prob_outputs import LOG_PROBS_ASKED_BY, LogProbOutputs
 from inkling.parameters import NUMPY_TYPES
-from inkling.triton_io import TritonReply, response_outputs
+from inkling.triton_io import TritonReply, read_request, response_outputs
 
 ALL = frozenset(name for outputs in ASKED_BY.values() for name in outputs)
 LOG_PROBS = LogProbOutputs(
@@ -94,6 +95,15 @@ def test_only_what_was_asked_for_is_sent_and_the_seed_comes_last():
 def test_no_drafts_no_acceptance():
     assert response_outputs(Chunk(final=True), ALL, 1)["acceptance_rate"].tolist() == [0.0]
     assert response_outputs(Chunk(final=True), ALL, 1)["output_ids"].shape == (0,)
+
+
+@pytest.mark.parametrize("place", ["request_id", "parameters"])
+def test_text_that_is_not_utf_8_is_refused(place):
+    """The stub decodes it when it is asked for."""
+    request = SimpleNamespace(request_id=lambda: "7", parameters=lambda: "{}")
+    setattr(request, place, lambda: b"a\xff".decode())
+    with pytest.raises(RequestError, match="id or .* parameter is not valid UTF-8 at byte 0xff at offset 1"):
+        read_request(request, None, RequestTrace())
 
 
 FINAL = 1

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import triton_python_backend_utils as pb_utils
 
-from inkling.bls import answer, check_key
+from inkling.bls import answer, read_control
 from inkling.liveness import Heartbeat
 from inkling.model.process import DraftProcess
-from inkling.protocol import CONTROL, DRAFT_MODEL, DRAFTS, HIDDEN
+from inkling.protocol import DRAFT_MODEL, DRAFTS, HIDDEN
 from inkling.run_folder import RunFolder
 from inkling.settings import Settings
 
@@ -25,8 +25,7 @@ class TritonPythonModel:
         return [answer(pb_utils, request, self._step, self._heartbeat) for request in requests]
 
     def _step(self, request) -> list:
-        control = pb_utils.get_input_tensor_by_name(request, CONTROL).as_numpy()
-        check_key(DRAFT_MODEL, control, self._draft.key)
+        control = read_control(pb_utils, request, DRAFT_MODEL, self._draft.key)
         sent = pb_utils.get_input_tensor_by_name(request, HIDDEN)  # None where both models map a ring
         hidden = None if sent is None else torch.from_dlpack(sent.to_dlpack())
         return [pb_utils.Tensor(DRAFTS, self._draft.step(control, hidden))]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import triton_python_backend_utils as pb_utils
 
-from inkling.bls import answer, check_key
+from inkling.bls import answer, read_control
 from inkling.liveness import Heartbeat
 from inkling.model.process import TargetProcess
-from inkling.protocol import CONTROL, HIDDEN, LOGPROBS, TARGET_MODEL, TOKENS
+from inkling.protocol import HIDDEN, LOGPROBS, TARGET_MODEL, TOKENS
 from inkling.run_folder import RunFolder
 from inkling.settings import Settings
 
@@ -25,8 +25,7 @@ class TritonPythonModel:
         return [answer(pb_utils, request, self._step, self._heartbeat) for request in requests]
 
     def _step(self, request) -> list:
-        control = pb_utils.get_input_tensor_by_name(request, CONTROL).as_numpy()
-        check_key(TARGET_MODEL, control, self._target.key)
+        control = read_control(pb_utils, request, TARGET_MODEL, self._target.key)
         tokens, hidden, log_probs = self._target.step(control)
         requested = request.requested_output_names()
         outputs = [pb_utils.Tensor(TOKENS, tokens)]

@@ -60,9 +60,9 @@ class TritonPythonModel:
 
     def execute(self, requests: list) -> None:
         for request in requests:
-            sender, trace = request.get_response_sender(), RequestTrace(request.request_id())
+            sender, trace = request.get_response_sender(), RequestTrace()
             try:
-                parsed = read_request(request, self._context)
+                parsed = read_request(request, self._context, trace)
                 reply = TritonReply(pb_utils, sender, parsed)
                 stream, assembler = parsed.stream, parsed.assembler
                 self._engine.submit(parsed.request, reply, assembler, stream=stream, trace=trace)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import triton_python_backend_utils as pb_utils
 
-from inkling.bls import answer, check_key
+from inkling.bls import answer, read_control
 from inkling.engine.null_models import NullDraft
 from inkling.liveness import Heartbeat
-from inkling.protocol import CONTROL, DRAFT_MODEL, DRAFTS
+from inkling.protocol import DRAFT_MODEL, DRAFTS
 from inkling.run_folder import RunFolder
 from inkling.settings import Settings
 
@@ -25,6 +25,5 @@ class TritonPythonModel:
         return [answer(pb_utils, request, self._step, self._heartbeat) for request in requests]
 
     def _step(self, request) -> list:
-        control = pb_utils.get_input_tensor_by_name(request, CONTROL).as_numpy()
-        check_key(DRAFT_MODEL, control, self._key)
+        control = read_control(pb_utils, request, DRAFT_MODEL, self._key)
         return [pb_utils.Tensor(DRAFTS, self._draft.step(control, None))]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import triton_python_backend_utils as pb_utils
 
-from inkling.bls import answer, check_key
+from inkling.bls import answer, read_control
 from inkling.config import ModelConfig
 from inkling.device_memory import BlockHandle
 from inkling.engine.null_models import NullTarget
 from inkling.liveness import Heartbeat
-from inkling.protocol import CONTROL, HIDDEN, LOGPROBS, TARGET_MODEL, TOKENS
+from inkling.protocol import HIDDEN, LOGPROBS, TARGET_MODEL, TOKENS
 from inkling.run_folder import RunFolder, TargetRecord
 from inkling.settings import Settings
 
@@ -29,8 +29,7 @@ class TritonPythonModel:
         return [answer(pb_utils, request, self._step, self._heartbeat) for request in requests]
 
     def _step(self, request) -> list:
-        control = pb_utils.get_input_tensor_by_name(request, CONTROL).as_numpy()
-        check_key(TARGET_MODEL, control, self._key)
+        control = read_control(pb_utils, request, TARGET_MODEL, self._key)
         if LOGPROBS in request.requested_output_names():
             tokens, hidden, log_probs = self._target.step_scored(control)
             scored = [pb_utils.Tensor(LOGPROBS, log_probs)]
