@@ -8,10 +8,8 @@ from typing import NamedTuple
 from inkling.parameters import INPUTS
 from tests.fuzz.values import Fate, Fuzzed
 
-CLOSED, ON_STREAM = (
-    "closed",
-    "on the stream",
-)  # beside HTTP and gRPC codes: no answer; an error, which has no code
+# Beside HTTP and gRPC codes: no answer; none in time; an error on a gRPC stream, which has no code.
+CLOSED, LATE, ON_STREAM = "closed", "late", "on the stream"
 REFUSED = (400, 404, 405, "INVALID_ARGUMENT", "NOT_FOUND", ON_STREAM)
 
 

@@ -67,8 +67,6 @@ def _shape(random: Random, request: ModelInferRequest) -> None:
     shapes = [shape for shape in SHAPES if shape != tuple(tensor.shape) and shape != (0,)]
     del tensor.shape[:]
     tensor.shape.extend(random.choice(shapes))
-    if list(tensor.shape) == [2] and INPUTS[tensor.name].dims == (-1,):
-        tensor.shape[0] = 5000
 
 
 def _scalars(random: Random, request: ModelInferRequest) -> None:

@@ -23,9 +23,8 @@ from inkling.parameters import (
 )
 
 VOCAB, CONTEXT, NUM_DRAFTS = 4096, 4096, 4  # of a server with the demo checkpoint
-UNARY, STREAM = (
-    f"/inference.GRPCInferenceService/{call}" for call in ("ModelInfer", "ModelStreamInfer")
-)  # gRPC
+SERVICE = "/inference.GRPCInferenceService/"
+UNARY, STREAM = SERVICE + "ModelInfer", SERVICE + "ModelStreamInfer"
 
 
 class Fate(Enum):
@@ -107,7 +106,10 @@ def outside(random: Random, name: str) -> Any:
     field = INPUTS[name]
     if name in ("input_ids", "stop_token_ids", "end_id"):
         token = random.choice([-1, VOCAB, 2**31 - 1, -(2**31)])
-        return token if name == "end_id" else [1] * random.randint(0, 3) + [token]
+        if name == "end_id":
+            return token
+        most = CONTEXT - 1 if name == "input_ids" else MAX_IDS
+        return random.choice([[1] * random.randint(0, 3) + [token], [1] * (most + 1)])
     if field.type == STRING:
         return random.choice([["a", ""], ["x"] * (MAX_WORDS + 1), ["é" * MAX_WORD_BYTES], ["a", b"\xff"]])
     if field.type == FP32:
@@ -183,16 +185,14 @@ MESSAGES = (
     '"',
     "",
 )
-
-
-GIANTS: dict[str, tuple[str, Callable[[Random, int], Any]]] = {  # largest size, and a value of a size
-    "input_ids": (1 << 20, lambda r, n: [1] * n),
-    "text_input": (1 << 22, lambda r, n: "a" * n),
-    "messages": (1 << 22, lambda r, n: '[{"role": "user", "content": "' + "a" * n + '"}]'),
-    "stop_words": (1 << 16, lambda r, n: ["x"] * n),
-    "bad_words": (1 << 20, lambda r, n: ["x" * n]),
-    "stop_token_ids": (1 << 18, lambda r, n: [1] * n),
-    "sampling_parameters": (1 << 20, lambda r, n: '{"stop": "' + "x" * n + '"}'),
+GIANTS: dict[str, tuple[int, Callable[[int], Any]]] = {  # largest size, and a value of a size
+    "input_ids": (1 << 20, lambda n: [1] * n),
+    "text_input": (1 << 22, lambda n: "a" * n),
+    "messages": (1 << 22, lambda n: '[{"role": "user", "content": "' + "a" * n + '"}]'),
+    "stop_words": (1 << 16, lambda n: ["x"] * n),
+    "bad_words": (1 << 20, lambda n: ["x" * n]),
+    "stop_token_ids": (1 << 18, lambda n: [1] * n),
+    "sampling_parameters": (1 << 20, lambda n: '{"stop": "' + "x" * n + '"}'),
 }
 
 
@@ -202,7 +202,7 @@ def giant(random: Random) -> dict[str, Any]:
     largest, value = GIANTS[name]
     size = random.choice([CONTEXT * 17, 1 << 17, largest])  # no demo token has 17 bytes
     prompt = {} if name in ("input_ids", "text_input", "messages") else {"input_ids": [1]}
-    return prompt | {name: value(random, size)}
+    return prompt | {name: value(size)}
 
 
 def at_bound(random: Random) -> dict[str, Any]:
@@ -215,6 +215,7 @@ def at_bound(random: Random) -> dict[str, Any]:
             {"sampling_parameters": "{}" + " " * (MAX_JSON_BYTES - 2)},
             {"sampling_parameters": json.dumps({"logit_bias": {str(i): 1 for i in range(MAX_BIASES)}})},
             {"max_tokens": 2**31 - 1, "timeout_ms": 1},
+            {"input_ids": [1] * (CONTEXT - 1)},
             {"sampling_parameters": json.dumps(sampling(random))},
         ]
     )
