@@ -39,7 +39,7 @@ MIB = 1 << 20
 # Caches so small that they are full within the warm-up, and prefixes go as others come.
 OPTIONS = (
     *("--draft-length", "fixed", "--prefix-block", str(PREFIX_BLOCK), "--max-context", "512"),
-    *("--max-running-sequences", str(STREAMS), "--cache-bytes", str(64 * MIB), "--threads", THREADS),
+    *("--max-running-sequences", str(STREAMS), "--cache-bytes", str(128 * MIB), "--threads", THREADS),
 )
 
 
@@ -137,7 +137,7 @@ def run(command: ServeCommand, checkpoint: Path, minutes: int) -> tuple[Traffic,
     command.signal(signal.SIGTERM)
     assert command.wait_stopped() == 0, command.log_text()
     assert command.leftovers() == []
-    first, last = (traffic.minutes[minute].mean_accepted_length for minute in (0, minutes - 1))
+    first, last = (traffic.minutes[minute].mean_accepted_length for minute in (0, int(minutes) - 1))
     print(f"accepted length {first:.3f} in the first minute, {last:.3f} in the last")
     assert abs(last - first) <= MAX_DRIFT * first
     return traffic, memory
