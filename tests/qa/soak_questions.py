@@ -48,10 +48,10 @@ def questions(checkpoint: Path, random: Random) -> list[Question]:
     tokenizer = load_tokenizer(checkpoint)
     texts = [entry["text"] for entry in json.loads((ROOT / "demo" / "prompts.json").read_text())]
     rows = [tokenizer.encode(text).ids for text in texts]
-    shared = rows[0][:PREFIX_BLOCK]
+    shared = rows[0][: PREFIX_BLOCK + 8]  # a block is found by the ids behind it, too
     asked: list[tuple[dict[str, Any], GenerateRequest]] = []
     for number in range(NUM_QUESTIONS):
-        prompt = random.choice(rows)[: random.randint(1, 24)]
+        prompt = random.choice(rows)[: random.randint(1, 16)]
         if number % 3 == 0:
             prompt = shared + prompt
         sampling = SAMPLING[number % len(SAMPLING)]
