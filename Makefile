@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
 
-.PHONY: install demo test test-slow qa soak lint bench load clean
+.PHONY: install demo test test-slow qa soak soak-serve lint bench load clean
 
 install: $(STAMP)
 
@@ -20,7 +20,7 @@ demo: $(STAMP)
 	$(BIN)/python demo/run.py
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not soak and not gpu and not qa"
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not soak and not soak_serve and not gpu and not qa"
 
 test-slow: $(STAMP)
 	$(BIN)/python -m pytest -m slow
@@ -30,6 +30,9 @@ qa: $(STAMP)
 
 soak: $(STAMP)
 	$(BIN)/python -m pytest -s -m soak
+
+soak-serve: $(STAMP)
+	$(BIN)/python -m pytest -s -m soak_serve
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
