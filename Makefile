@@ -38,9 +38,9 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 
 bench: $(STAMP)
-	$(BIN)/python -m benchmarks.cpu
+	$(BIN)/python -m benchmarks.cpu $(BENCH)
 
-# LOAD="--concurrency 1,64 --num-requests 500" for more; --help lists all
+# BENCH="--rounds 1" and LOAD="--concurrency 1,64 --num-requests 500" say how much; --help lists all
 load: $(STAMP)
 	$(BIN)/python -m benchmarks.load_report $(LOAD)
 

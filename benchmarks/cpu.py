@@ -116,6 +116,7 @@ def main(
     rounds: Annotated[int, typer.Option(help="rounds of each pair; the median counts")] = 3,
     num_prompts: Annotated[int, typer.Option(help="held-out prompts, at most 40")] = 40,
     threads: Annotated[int, typer.Option(help="torch threads of each model; 0: every core")] = 0,
+    table: Annotated[Path, typer.Option(help="CSV file that the rows are appended to")] = TABLE,
 ) -> None:
     tokenizer = load_tokenizer(CHECKPOINT)
     entries = json.loads((ROOT / "demo" / "prompts.json").read_text())[:num_prompts]
@@ -136,7 +137,7 @@ def main(
             on.rates.append(timed(lambda ids: generate_http(url, ids, N), prompts))
             golden.rates.append(timed(reference, prompts))
             many.rates.append(timed(lambda ids: generate_http(url, ids, N), prompts, STREAMS))
-    report([off, on, golden, many], settings, rounds, num_prompts)
+    report([off, on, golden, many], settings, rounds, num_prompts, table)
     for name, ratio, bound in (
         (f"N={N} over N=0, one stream", on.median / off.median, 1.5),
         (f"N={N} over transformers", on.median / golden.median, 2.0),
@@ -157,7 +158,7 @@ def gate(url: str, prompts: list[list[int]], reference: Callable[[list[int]], li
     return num_tokens / (num_tokens - num_accepted)
 
 
-def report(measured: list[Measured], settings: Settings, rounds: int, num_prompts: int) -> None:
+def report(measured: list[Measured], settings: Settings, rounds: int, num_prompts: int, table: Path) -> None:
     conditions = {
         "date": datetime.now(UTC).date().isoformat(),
         "commit": git_commit(),
@@ -180,7 +181,7 @@ def report(measured: list[Measured], settings: Settings, rounds: int, num_prompt
         }
         for m in measured
     ]
-    append_rows(TABLE, conditions, rows)
+    append_rows(table, conditions, rows)
     print(", ".join(f"{name} {value}" for name, value in conditions.items()))
     print("| what | tokens/s | lowest-highest | accepted length |\n|---|---|---|---|")
     for row in rows:

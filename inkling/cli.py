@@ -158,7 +158,7 @@ def check(directory: Annotated[Path, typer.Argument(help=_CHECKPOINT)]) -> None:
 @app.command()
 def plan(
     directory: Annotated[str, typer.Argument(help=_CHECKPOINT)],
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cuda",
+    device: Annotated[str | None, typer.Option(help="cpu or cuda")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32 or bfloat16")] = None,
     num_draft_tokens: Annotated[int | None, typer.Option(help="N; -1: every depth")] = None,
     max_context: Annotated[int | None, typer.Option(help="positions of one sequence")] = None,

@@ -17,6 +17,18 @@ from inkling.protocol import ENSEMBLE_MODEL, MODELS
 _QUEUE_IS_FULL = "requests are waiting, which is the bound"
 
 
+def status(url: str, path: str, timeout_s: float) -> int:
+    """Of the answer to GET ``path`` at ``url`` (host:port of HTTP); 0 when there is none."""
+    connection = http.client.HTTPConnection(url, timeout=timeout_s)
+    try:
+        connection.request("GET", path)
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException):
+        return 0
+    finally:
+        connection.close()
+
+
 def ailment(url: str, timeout_s: float = 10.0) -> str:
     """Why the server at ``url`` (host:port of HTTP) does not serve; empty when it does."""
     connection = http.client.HTTPConnection(url, timeout=timeout_s)

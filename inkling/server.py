@@ -15,9 +15,9 @@ A server that lost a model process is never continued: Triton cannot start one a
 from __future__ import annotations
 
 import ctypes
-import http.client
 import os
 import re
+import resource
 import secrets
 import shutil
 import signal
@@ -34,9 +34,9 @@ from pathlib import Path
 import numpy as np
 
 from inkling import leftovers, process_group, tritonserver
-from inkling.health import ailment
-from inkling.liveness import Watch
-from inkling.protocol import ENSEMBLE_MODEL, MODELS
+from inkling.health import ailment, status
+from inkling.liveness import ANSWER_S, CALLED_MODELS, ServerWatch, Watch
+from inkling.protocol import MODELS
 from inkling.run_folder import RunFolder
 from inkling.settings import ENV_FILE, ENV_PREFIX, Settings
 from inkling.synthetic import SyntheticName, is_synthetic
@@ -104,8 +104,8 @@ class RunningServer:
         self._work: Path | None = None
         self._run_folder: RunFolder | None = None
         self._died = 0.0  # when a model's process was first seen dead, monotonic seconds; 0: never
-        self._watches: list[Watch] = []  # of the model processes, once ready
-        self._lost = ""  # the model whose process is given up
+        self._watches: list[ServerWatch | Watch] = []  # of the server, and of the model processes once ready
+        self._lost = ""  # the server or the model whose process is given up
 
     @property
     def pid(self) -> int:
@@ -145,6 +145,12 @@ class RunningServer:
             environ = server_environment(os.environ, installation, self._work / "settings.toml")
             (self._work / "settings.toml").write_text(self.settings.to_toml())
         libc = ctypes.CDLL(None)  # before the fork: the child must not load anything
+        max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+
+        def prepare() -> None:
+            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # no server without its serve
+            resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))  # a connection is a file
+
         self._process = subprocess.Popen(
             command,
             cwd=self._work,  # an empty folder: the stub puts it first on its import path
@@ -155,23 +161,24 @@ class RunningServer:
             text=True,
             errors="replace",
             start_new_session=True,  # a terminal's Ctrl-C reaches serve only
-            preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),  # no server without its serve
+            preexec_fn=prepare,
         )
         self._run_folder = RunFolder.of_server(self.settings.run_root, self.pid)
         if self._restarts:
             self._run_folder.note_restarts(self._restarts)
         self._reader = threading.Thread(target=self._read_log, name="server log", daemon=True)
         self._reader.start()
+        self._watches = [ServerWatch(self.pid, self.http_url)]
         while not self._answers_ready():
             self._check_alive()
             time.sleep(0.05)
         timeout_s = self.settings.step_timeout_s
-        self._watches = [Watch(self._run_folder, model, timeout_s) for model in MODELS]
+        self._watches += [Watch(self._run_folder, model, timeout_s) for model in MODELS]
         self._test_models()
         self.is_ready = True
 
     def wait(self) -> None:
-        """Blocks while the server serves. Raises ServerLostError when it ends, or a model ends, hangs or is stopped."""
+        """Blocks while the server serves. Raises ServerLostError when it or a model ends, hangs or is stopped."""
         while not (reason := self._failure()):
             time.sleep(1.0)
         raise ServerLostError(reason)
@@ -183,7 +190,7 @@ class RunningServer:
                 if not (self._lost or self._failure()):
                     self._drain(self.options.drain_timeout_s)
                     self._terminate()
-                elif self._lost != ENSEMBLE_MODEL:  # which answers the open requests with the reason
+                elif self._lost in CALLED_MODELS:  # the others can answer the open requests with the reason
                     self._drain(BROKEN_DRAIN_S)
         finally:
             self.kill()
@@ -255,14 +262,7 @@ class RunningServer:
         return ""
 
     def _answers_ready(self) -> bool:
-        connection = http.client.HTTPConnection(self.http_url, timeout=5.0)
-        try:
-            connection.request("GET", "/v2/health/ready")
-            return connection.getresponse().status == 200
-        except OSError:  # not listening yet
-            return False
-        finally:
-            connection.close()
+        return status(self.http_url, "/v2/health/ready", ANSWER_S) == 200
 
     def _read_log(self) -> None:
         assert self._process is not None and self._process.stdout is not None

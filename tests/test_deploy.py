@@ -101,6 +101,24 @@ def test_shared_memory_holds_the_regions_of_three_models():
     assert 3 * ServerOptions().shared_memory_bytes < 2 << 30
 
 
+def test_the_server_gets_a_gpu_room_for_its_files_and_another_start():
+    (gpu,) = SERVER["deploy"]["resources"]["reservations"]["devices"]
+    assert gpu["driver"] == "nvidia" and gpu["capabilities"] == ["gpu"] and gpu["count"] == 1
+    assert SERVER["ulimits"]["memlock"] == -1 and SERVER["ulimits"]["nofile"] > 10_000
+    assert SERVER["restart"] == "unless-stopped", "`inkling serve` ends when the server must be replaced"
+
+
+def test_monitoring_is_asked_for_and_watches_the_server():
+    for name in ("prometheus", "grafana"):
+        assert COMPOSE["services"][name]["profiles"] == ["monitoring"]
+    assert "profiles" not in SERVER
+    (job,) = yaml.safe_load((ROOT / "deploy" / "prometheus.yml").read_text())["scrape_configs"]
+    (target,) = (target for group in job["static_configs"] for target in group["targets"])
+    assert target.split(":") == ["inkling", str(ServerOptions().metrics_port)]
+    source = yaml.safe_load((ROOT / "deploy/grafana/provisioning/datasources/prometheus.yml").read_text())
+    assert source["datasources"][0]["url"] == "http://prometheus:9090"
+
+
 def test_commands_and_settings_of_the_container_exist():
     entry = json.loads(named("ENTRYPOINT")[0])
     assert entry[1:] == ["inkling", "serve"]

@@ -20,6 +20,7 @@ FORBIDDEN = {
     "inkling": ("model_repository", "tests", "demo", "transformers", "triton_python_backend_utils"),
     "model_repository": ("kernels", "tests", "demo", "transformers"),
 }
+UNPICKLING = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "multiprocessing"}
 ENVIRONMENT_READERS = {"inkling/settings.py", "inkling/server.py"}
 NAMES_THAT_SAY_NOTHING = {"utils", "util", "common", "misc", "helpers", "lib", "core", "shared"}
 
@@ -97,6 +98,16 @@ def test_the_environment_is_read_in_two_places():
     assert readers <= ENVIRONMENT_READERS
 
 
+def test_nothing_is_unpickled():
+    """Checkpoints are safetensors and JSON; what processes exchange is plain fields."""
+    served = modules("kernels", "inkling", "model_repository")
+    assert not {
+        name(path) for path in served if UNPICKLING & {module.split(".")[0] for module in imported(path)}
+    }
+    load = re.compile(r"\btorch\.load\b|allow_pickle|\b(eval|exec)\(")
+    assert not {name(path) for path in served if load.search(_code(path).replace("request.exec()", ""))}
+
+
 def test_the_backend_module_is_imported_by_models_alone():
     importers = {name(p) for p in modules(*CODE, "tests") if "triton_python_backend_utils" in imported(p)}
     assert importers <= {name(path) for path in modules("model_repository", "benchmarks/null_repository")}
@@ -114,7 +125,9 @@ def test_the_readme_shows_the_tree_as_it_is():
         folders[depth + 1] = path
         shown.add(path)
     assert not [name(path) for path in shown if not path.exists()]
-    assert not [folder for folder in (*CODE, "tests") if (ROOT / folder).is_dir() and ROOT / folder not in shown]
+    assert not [
+        folder for folder in (*CODE, "tests") if (ROOT / folder).is_dir() and ROOT / folder not in shown
+    ]
 
 
 def _code(path: Path) -> str:

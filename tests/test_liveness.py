@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import socketserver
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
 import pytest
 
 from inkling import liveness, process_group
-from inkling.liveness import Watch, watch
+from inkling.liveness import ServerWatch, Watch, watch
 from inkling.run_folder import RunFolder
 
 MODEL = "some_model"
@@ -53,7 +56,7 @@ def model(folder: RunFolder) -> Iterator[Callable[[str], subprocess.Popen[bytes]
         process.communicate()
 
 
-def trouble_within(watched: Watch, timeout_s: float) -> str:
+def trouble_within(watched: Watch | ServerWatch, timeout_s: float) -> str:
     deadline = time.monotonic() + timeout_s
     while not (reason := watched.trouble()) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -132,6 +135,59 @@ def test_whoever_waits_for_trouble_is_told_once(folder, model) -> None:
     told: list[str] = []
     watch([Watch(folder, "another", 60), Watch(folder, MODEL, 60)], told.append, period_s=0.01)
     assert told == [f"{MODEL} (pid {process.pid}) ended"]
+
+
+class HealthHandler(BaseHTTPRequestHandler):
+    """Answers while the server's ``well`` is set."""
+
+    protocol_version = "HTTP/1.1"  # keeps connections
+
+    def do_GET(self) -> None:  # noqa: N802
+        self.server.well.wait()
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def http_server(monkeypatch) -> Iterator[socketserver.ThreadingTCPServer]:
+    monkeypatch.setattr(liveness, "SILENT_S", 1.0)
+    monkeypatch.setattr(liveness, "ANSWER_S", 0.2)
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), HealthHandler) as server:
+        server.daemon_threads, server.well = True, threading.Event()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server
+        server.well.set()
+        server.shutdown()
+
+
+def watch_of(server: socketserver.ThreadingTCPServer, pid: int) -> ServerWatch:
+    return ServerWatch(pid, f"127.0.0.1:{server.server_address[1]}")
+
+
+def test_a_server_that_answers_no_more_is_found_and_one_that_loads_is_not(http_server) -> None:
+    watched = watch_of(http_server, os.getpid())
+    assert trouble_within(watched, 2.0) == "", "it has not answered yet"
+    http_server.well.set()
+    assert trouble_within(watched, 1.5) == ""
+    http_server.well.clear()
+    assert trouble_within(watched, 0.5) == ""
+    reason = trouble_within(watched, 3.0)
+    assert reason == f"tritonserver (pid {os.getpid()}) hangs: no answer to a health request for 1 s"
+
+
+def test_a_stopped_server_is_found(http_server, model) -> None:
+    process = model(IDLE)
+    http_server.well.set()
+    watched = watch_of(http_server, process.pid)
+    assert trouble_within(watched, 0.5) == ""
+    process.send_signal(signal.SIGSTOP)
+    reason = trouble_within(watched, 2 * liveness.STOPPED_S)
+    assert reason == f"tritonserver (pid {process.pid}) is stopped by a signal"
+    assert watched.lost == "tritonserver"
 
 
 def test_a_process_ends_with_its_parent(folder) -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +18,7 @@ from benchmarks.load_report import (
     percentile,
 )
 from benchmarks.perf_analyzer import Answer, read_profile
+from tests.make_targets import make
 
 ROOT = Path(__file__).parents[1]
 PROMPTS = [entry["text"] for entry in json.loads((ROOT / "demo" / "prompts.json").read_text())]
@@ -99,36 +97,8 @@ def test_requests_mix_all_lengths_with_all_kinds_of_sampling():
 
 @pytest.mark.server
 def test_a_tiny_run_ends_with_table_rows_and_picture(tmp_path):
-    options = [
-        "--concurrency",
-        "1,3",
-        "--rates",
-        "5",
-        "--num-requests",
-        "4",
-        "--rounds",
-        "1",
-        "--num-prompts",
-        "1",
-    ]
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "benchmarks.load_report",
-            *options,
-            "--agreement",
-            "9",
-            "--out",
-            str(tmp_path),
-        ],
-        cwd=ROOT,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    sizes = "--concurrency 1,3 --rates 5 --num-requests 4 --rounds 1 --num-prompts 1"
+    said = make(tmp_path, "load", LOAD=f"{sizes} --agreement 9 --out {tmp_path}")
     with (tmp_path / "load_report.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     found = [(row["load"], float(row["value"]), int(row["requests"])) for row in rows]
@@ -136,6 +106,6 @@ def test_a_tiny_run_ends_with_table_rows_and_picture(tmp_path):
     for row in rows:
         assert float(row["tokens_per_s"]) > 0
         assert 0 < float(row["ttft_p50_ms"]) <= float(row["ttft_p99_ms"])
-        assert f"| {row['tokens_per_s']} |" in done.stdout
-    assert "one stream, medians of 1: benchmarks.cpu " in done.stdout
+        assert f"| {row['tokens_per_s']} |" in said
+    assert "one stream, medians of 1: benchmarks.cpu " in said
     assert (tmp_path / "load_report.png").read_bytes().startswith(b"\x89PNG")

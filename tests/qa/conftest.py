@@ -6,7 +6,8 @@ A request counts as answered when it got its final response, an error, or a clos
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,21 @@ class Expected:
 @pytest.fixture(scope="session")
 def expected(tiny_checkpoint: Path) -> Expected:  # noqa: F811
     return Expected(tiny_checkpoint)
+
+
+@pytest.fixture
+def check_new_server(serve, tiny_checkpoint: Path, expected: Expected) -> Callable[[], None]:  # noqa: F811
+    """Starts another server, which must give the right tokens and leave nothing behind."""
+
+    def check() -> None:
+        command = serve("--checkpoint", str(tiny_checkpoint), "--threads", THREADS)
+        command.wait_ready()
+        expected.check(command)
+        command.signal(signal.SIGTERM)
+        assert command.wait_stopped() == 0
+        assert command.leftovers() == []
+
+    return check
 
 
 @pytest.fixture(scope="session")

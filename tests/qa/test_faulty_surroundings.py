@@ -79,7 +79,9 @@ def test_a_log_that_cannot_be_written_stops_nothing(serve, tiny_checkpoint, expe
     assert command.leftovers() == []
 
 
-def test_a_checkpoint_that_is_cut_under_a_running_server(serve, tiny_checkpoint, expected, tmp_path) -> None:
+def test_a_checkpoint_that_is_cut_under_a_running_server(
+    serve, tiny_checkpoint, expected, check_new_server, tmp_path
+) -> None:
     """Right tokens or an error, and nobody waits for ever; a server with the whole checkpoint is right again."""
     copy = tmp_path / "checkpoint"
     shutil.copytree(tiny_checkpoint, copy)
@@ -98,6 +100,7 @@ def test_a_checkpoint_that_is_cut_under_a_running_server(serve, tiny_checkpoint,
     print(f"after the cut: {stream.error or 'the right tokens'}")
     assert command.wait_stopped() == (0 if stream.error is None else 1)
     assert command.leftovers() == []
+    check_new_server()
 
 
 JUMP = """

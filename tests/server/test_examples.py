@@ -1,4 +1,4 @@
-"""The files of ``examples/`` and every command of the README, run against a live server."""
+"""The files of ``examples/``, run against a live server."""
 
 from __future__ import annotations
 
@@ -17,13 +17,7 @@ from inkling.client import stream_http
 
 pytestmark = pytest.mark.server
 ROOT = Path(__file__).parents[2]
-BIN = Path(sys.executable).parent
 PROMPT = "def quicksort(values):"
-README_BLOCK = re.search(
-    r"Serve a checkpoint directory and send a request:\n\n```\n(.*?)```",
-    (ROOT / "README.md").read_text(),
-    re.S,
-)[1]
 
 
 def run(command: list[str], **environ: str) -> str:
@@ -82,23 +76,3 @@ def test_grpc_cancel_ends_the_request_on_the_server(server):
     while count != (count := steps()):
         time.sleep(0.3)
     assert 5 <= count - before < 200, "2,000 tokens take 400 steps at least, with four drafts a step"
-
-
-def test_the_commands_of_the_readme(server):
-    """As they stand there, but for the address; ``inkling serve`` and the make targets have tests of their own."""
-    commands = re.sub(r" \\\n\s*", " ", README_BLOCK).splitlines()
-    serve, generate, curl = commands
-    assert serve == ".venv/bin/inkling serve --checkpoint demo/checkpoint"
-    assert generate.startswith(".venv/bin/inkling generate ") and curl.startswith("curl -N localhost:8000/")
-    said = run(["bash", "-c", generate.replace(".venv/bin", str(BIN)) + f" --url grpc://{server.grpc_url}"])
-    assert said.strip()
-    events = run(["bash", "-c", curl.replace("localhost:8000", server.http_url)]).split("data: ")[1:]
-    assert "".join(json.loads(event)["text_output"] for event in events) == said.removesuffix("\n")
-
-
-def test_the_commands_of_the_readme_exist():
-    text = (ROOT / "README.md").read_text()
-    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
-    assert set(re.findall(r"\bmake ([a-z-]+)", text)) <= targets
-    for command in set(re.findall(r"`inkling ([a-z]+)", text)):
-        assert run([str(BIN / "inkling"), command, "--help"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import os
+import resource
 import signal
 import socket
 from collections import deque
@@ -69,9 +70,12 @@ def test_a_second_ctrl_c_cuts_requests_off_and_leaves_nothing_behind(serve, tiny
 
 
 @server_test
-def test_sigterm_stops_an_idle_server(serve, tiny_checkpoint):
-    command = serve("--checkpoint", str(tiny_checkpoint))
+def test_sigterm_stops_an_idle_server_which_may_open_many_files(serve, tiny_checkpoint):
+    few = ("sh", "-c", 'ulimit -S -n 500 && exec "$@"', "sh")
+    command = serve("--checkpoint", str(tiny_checkpoint), wrapper=few)
     command.wait_ready()
+    soft, hard = resource.prlimit(command.server_pid, resource.RLIMIT_NOFILE)
+    assert soft == hard > 500
     command.signal(signal.SIGTERM)
     assert command.wait_stopped() == 0
     assert command.output.read_text().count("\n") == 1, "more than the ready line"
