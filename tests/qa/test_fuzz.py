@@ -192,11 +192,14 @@ def test_malformed_requests_are_refused_and_disturb_nothing(undisturbed: ServeCo
         further, further_faults = send_all(command, int(seed), numbers[WARM_UP:])
     answers, faults = answers + further, faults + further_faults
     growth = {pid: size - warm[pid] for pid, size in resident(command).items()}
+    server_growth, model_growth = growth.pop(command.server_pid), max(growth.values())
     print(f"{answers}; {len(neighbours.right)} valid ones beside; {time.monotonic() - start:.0f} s")
-    print("resident growth in MiB:", [round(size / MIB, 1) for size in growth.values()])
+    print(
+        f"resident: tritonserver +{server_growth / MIB:.0f} MiB, a model +{model_growth / MIB:.0f} MiB at most"
+    )
     assert not faults, "\n\n".join(faults)
     assert sum(answers.values()) == len(numbers)
     assert not neighbours.wrong and neighbours.right, neighbours.wrong[:3]
-    assert growth.pop(command.server_pid) <= MAX_SERVER_GROWTH and max(growth.values()) <= MAX_GROWTH
+    assert server_growth <= MAX_SERVER_GROWTH and model_growth <= MAX_GROWTH
     endings = {key: value - before[key] for key, value in settled(command).items() if key[0] in BAD_ENDINGS}
     assert {key[1][0][1] for key, value in endings.items() if value} <= {"invalid"}, endings
