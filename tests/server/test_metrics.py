@@ -9,7 +9,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.client import HTTPConnection
-from statistics import median
 
 import numpy as np
 import pytest
@@ -119,8 +118,7 @@ def change(before: Series, after: Series) -> dict[str, float]:
 
 @pytest.mark.qa  # compares times: nothing else may run
 def test_counters_and_times_are_those_of_the_clients(server):
-    """Counters in every round; times in one of three, because a busy machine adds to what a client sees: whole times
-    by their sum, first tokens by the median request, whose own times are in its line."""
+    """Counters in every round; times, by their sums, in one of three: a busy machine adds to what a client sees."""
     client = Client(server.grpc_url)
     try:
         client.ask("a", 4)  # opens the connection
@@ -130,22 +128,27 @@ def test_counters_and_times_are_those_of_the_clients(server):
             seen = [client.ask(t, 8 + 8 * k, ids[k]) for k, t in enumerate(2 * PROMPTS)]
             delta = change(before, settled(server))
             check_counters(seen, delta)
-            counted = [first_token_s(server, request_id) for request_id in ids]
-            e2e, first = delta["e2e_request_latency_seconds_sum"], delta["time_to_first_token_seconds_sum"]
-            assert first == pytest.approx(sum(counted), abs=1e-5)
-            seen_e2e = sum(one.total_s for one in seen)
-            lags = [one.first_s - first_s for one, first_s in zip(seen, counted, strict=True)]
+            whole, first = delta["e2e_request_latency_seconds_sum"], delta["time_to_first_token_seconds_sum"]
+            assert first == pytest.approx(
+                sum(first_token_s(server, request_id) for request_id in ids), abs=1e-5
+            )
+            seen_whole, seen_first = sum(one.total_s for one in seen), sum(one.first_s for one in seen)
             print(
-                f"ms a request: whole {1e3 * seen_e2e / len(seen):.1f} seen, {1e3 * e2e / len(seen):.1f} counted; "
-                f"first token seen later by {1e3 * median(lags):.1f}"
+                f"ms a request, seen later than counted: first token {per_request_ms(seen_first - first, seen)}, "
+                f"whole {per_request_ms(seen_whole - whole, seen)} of {per_request_ms(seen_whole, seen)}"
             )
             # a send returns after its client has it, at times
-            assert e2e <= seen_e2e + 0.001 * len(seen) and median(lags) > -0.001
-            if seen_e2e - e2e <= 0.02 * seen_e2e + 0.002 * len(seen) and median(lags) <= 0.005:
+            earliest_s = -0.001 * len(seen)
+            is_first_near = earliest_s <= seen_first - first <= 0.005 * len(seen)
+            if is_first_near and earliest_s <= seen_whole - whole <= 0.02 * seen_whole + 0.002 * len(seen):
                 return
     finally:
         client.close()
     pytest.fail("the server's times differ from its client's in three rounds")
+
+
+def per_request_ms(seconds: float, seen: list[Seen]) -> str:
+    return f"{1e3 * seconds / len(seen):.1f}"
 
 
 def first_token_s(server: RunningServer, request_id: str) -> float:

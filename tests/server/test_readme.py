@@ -132,6 +132,7 @@ def test_the_demo_runs(tmp_path):
     assert "the same with drafting on" in said and "--- request 4 over http" in said
 
 
+@pytest.mark.qa  # it measures: nothing else may run
 def test_the_benchmark_runs(tmp_path):
     table = tmp_path / "rows.csv"
     said = make(tmp_path, command("make bench")[1], BENCH=f"--rounds 1 --num-prompts 1 --table {table}")
