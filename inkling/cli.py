@@ -19,7 +19,7 @@ from inkling.synthetic import is_synthetic
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 _CHECKPOINT = "checkpoint directory, or synthetic:NAME?seed=0"
-Setting = Annotated[int | None, typer.Option(help="see the settings table of the README")]
+Setting = Annotated[int | None, typer.Option(help="see docs/settings.md")]
 
 
 @app.command()

@@ -177,7 +177,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise CheckpointError(file, "file", None, "it must exist; every checkpoint has one") from None
+        raise CheckpointError(file, "file", "missing", "every checkpoint has one; name its directory") from None
     except (OSError, ValueError) as error:
         raise CheckpointError(file, "file", str(error), "must be readable JSON") from error
     return _Section(file, "", values).values

@@ -34,6 +34,7 @@ from pathlib import Path
 import numpy as np
 
 from inkling import leftovers, process_group, tritonserver
+from inkling.deployment import Deployment
 from inkling.health import ailment, status
 from inkling.liveness import ANSWER_S, CALLED_MODELS, ServerWatch, Watch
 from inkling.protocol import MODELS
@@ -53,6 +54,9 @@ UNLOAD_S = 3.0  # for the models of a drained server; nothing is lost with what 
 SENT_S = 0.1  # between the last response handed to the server and the client's having it
 NO_GPU = 1000.0  # a compute capability that none has
 LOG_LINES = 10_000  # kept in memory
+ANY_MEMORY = 1 << 50  # bytes: only the models' processes open a GPU, and see whether the caches fit
+MAX_FILES = 1 << 20  # a connection is a file
+STACK_BYTES = 256 << 20  # of a thread, reserved only: server 2.51.0 lays out HTTP bodies there and dies at 4 MiB in 8
 _LOG_LINE = re.compile(r"[IWEF]\d{4} \d\d:\d\d:\d\d\.\d+ ")
 # What the server prints beside its log: tables of options, and these.
 _BARE_LINE = re.compile(r"\s*$|[+|]|Signal \(|error: creating server|Error: Failed to initialize NVML")
@@ -130,6 +134,7 @@ class RunningServer:
             raise ServerError("a server ends with the thread that started it; start it in the main thread")
         installation = tritonserver.find_installation(os.environ)
         tritonserver.check_numpy(np.__version__, installation.server_version)
+        Deployment.of(self.settings, memory_bytes=ANY_MEMORY)  # the models would say the same, three times and late
         leftovers.remove_leftovers(self.settings.run_root, self._report)
         check_shared_memory(3 * self.options.shared_memory_bytes)
         with ExitStack() as held:  # the ports stay bound until just before the server binds them
@@ -138,6 +143,8 @@ class RunningServer:
                 _reserve_port(held, host, name, getattr(options, name))
                 for name in ("http_port", "grpc_port", "metrics_port")
             ]
+            if len(set(ports)) < len(ports):
+                raise ServerError(f"http_port, grpc_port and metrics_port are {ports}; they must differ")
             self.http_url, self.grpc_url, self.metrics_url = (f"{_reachable(host)}:{port}" for port in ports)
             self._work = leftovers.make_work_folder(self._region_prefix)
             backends = installation.link_backends(self._work / "backends")
@@ -145,11 +152,11 @@ class RunningServer:
             environ = server_environment(os.environ, installation, self._work / "settings.toml")
             (self._work / "settings.toml").write_text(self.settings.to_toml())
         libc = ctypes.CDLL(None)  # before the fork: the child must not load anything
-        max_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 
         def prepare() -> None:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)  # no server without its serve
-            resource.setrlimit(resource.RLIMIT_NOFILE, (max_files, max_files))  # a connection is a file
+            _raise_limit(resource.RLIMIT_NOFILE, MAX_FILES)
+            _raise_limit(resource.RLIMIT_STACK, STACK_BYTES)
 
         self._process = subprocess.Popen(
             command,
@@ -249,7 +256,8 @@ class RunningServer:
         if (code := self._process.poll()) is not None:
             self._reader.join(timeout=5.0)
             last = "\n".join(list(self.log)[-20:])
-            return load_failure(self.log) or f"the server ended with code {code}; its last lines:\n{last}"
+            ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            return load_failure(self.log) or f"the server's last lines:\n{last}\nthe server {ended}"
         for watch in self._watches:
             if reason := watch.trouble():
                 self._lost = watch.lost
@@ -361,6 +369,12 @@ def _absolute(checkpoint: str) -> str:
         SyntheticName.parse(checkpoint)
         return checkpoint
     return str(Path(checkpoint).resolve())
+
+
+def _raise_limit(limit: int, wanted: int) -> None:
+    """To ``wanted``, or as far as this process may."""
+    most = resource.getrlimit(limit)[1]
+    resource.setrlimit(limit, (wanted if most == resource.RLIM_INFINITY else min(wanted, most), most))
 
 
 def _reachable(host: str) -> str:

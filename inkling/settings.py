@@ -118,7 +118,7 @@ class Settings:
                 raise SettingsError(f"unknown setting {name!r}; known are {', '.join(sorted(known))}")
         if "checkpoint" not in values:
             raise SettingsError(
-                f"checkpoint is not set; name a directory in {ENV_PREFIX}CHECKPOINT or {ENV_FILE}"
+                f"checkpoint is not set; name a directory with --checkpoint, {ENV_PREFIX}CHECKPOINT or {ENV_FILE}"
             )
         return cls(**{name: _typed(name, value, known[name].type) for name, value in values.items()})
 

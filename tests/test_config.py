@@ -274,7 +274,7 @@ def test_quantisation_beside_the_config_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "rule"), [("{", "readable JSON"), ("[]", "JSON object"), (None, "must exist")]
+    ("text", "rule"), [("{", "readable JSON"), ("[]", "JSON object"), (None, "every checkpoint has one")]
 )
 def test_an_unreadable_config_is_refused(tmp_path, text, rule):
     if text is not None:

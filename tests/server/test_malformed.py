@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -159,6 +160,27 @@ def test_a_refusal_carries_final(stub):
     (response,) = stream(stub, grpc_request({**PROMPT, "max_tokens": 0}))
     assert "max_tokens is 0" in response.error_message
     assert response.infer_response.parameters["triton_final_response"].bool_param
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        (http_body({"text_input": "x" * (6 << 20)}), 400, "text_input has 6291456 bytes"),
+        (b'{"text_input":' + b"[" * 1_000_000, 500, "Invalid value"),
+    ],
+    ids=["long text", "deep nesting"],
+)
+def test_a_body_of_megabytes_does_not_end_the_server(server, stub, expected, body, status, words):
+    """The stack of its threads, as it is by default, is too small for either."""
+    host, _, port = server.http_url.partition(":")
+    head = f"POST {GENERATE} HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n"
+    head += "Content-Type: application/x-www-form-urlencoded\r\n\r\n"  # as curl has it: the server parses it so, too
+    with socket.create_connection((host, int(port)), TIMEOUT_S) as connection:
+        connection.sendall(head.encode() + body)  # at once: the server must find it whole
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        assert response.status == status and words in response.read().decode()
+    assert token_ids(stream(stub, grpc_request(NEIGHBOUR))) == expected
 
 
 def test_json_integers_wrap_in_the_server_and_not_in_sampling_parameters(server):
