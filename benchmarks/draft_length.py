@@ -41,7 +41,7 @@ CHECKPOINT = ROOT / "demo" / "checkpoint"
 TABLE = Path(__file__).with_suffix(".csv")
 STREAMS = (1, 8, 32)
 BOUND = 0.97  # of the best fixed length
-PROBE_ROUNDS, HOPELESS = 2, 0.9  # a fixed length with less of the automatic one's rate after them drops out
+PROBE_ROUNDS, HOPELESS = 4, 0.85  # a fixed length with less of the best one's rate after them drops out
 GENERATION = 1
 Clock = Callable[[], float]  # seconds
 
@@ -122,10 +122,11 @@ def compare(
         for name, turns in taken.items():
             seconds[name].append(turns)
         if number + 1 == PROBE_ROUNDS:
-            hopeless = {name for name, ratio in beside_auto(seconds).items() if ratio < HOPELESS} - {"auto"}
-            engines = {name: engine for name, engine in engines.items() if name not in hopeless}
+            shares = beside_auto(seconds)
+            enough = HOPELESS * shares[best_fixed(shares)]
+            engines = {name: e for name, e in engines.items() if name == "auto" or shares[name] >= enough}
     beside = beside_auto(seconds)
-    best = max(beside.keys() & engines.keys() - {"auto"}, key=beside.__getitem__)
+    best = best_fixed({name: beside[name] for name in engines})
     rows = []
     for name, taken in seconds.items():
         rates = [tokens / sum(turns) for turns in taken]
@@ -164,6 +165,10 @@ def play_round(
             seconds[name].append(taken)
         tokens += sum(map(len, expected))
     return seconds, tokens
+
+
+def best_fixed(shares: dict[str, float]) -> str:
+    return max(shares.keys() - {"auto"}, key=shares.__getitem__)
 
 
 def beside_auto(seconds: dict[str, list[list[float]]]) -> dict[str, float]:

@@ -124,7 +124,8 @@ def compare(server: RunningServer, folder: Path, prompts: list[list[int]], round
         theirs.append(token_rate(run(server.grpc_url, data, ["--concurrency-range", "1"], len(prompts))))
     medians = f"benchmarks.cpu {statistics.median(ours):.1f}, perf_analyzer {statistics.median(theirs):.1f} tokens/s"
     difference = statistics.median(theirs[k] / ours[k] - 1 for k in range(rounds))
-    print(f"one stream, medians of {rounds}: {medians}; within a round they differ by {difference:+.1%} (median)", flush=True)
+    print(f"one stream, medians of {rounds}: {medians}", flush=True)
+    print(f"within a round they differ by {difference:+.1%} (median)", flush=True)
     return difference
 
 
