@@ -51,7 +51,12 @@ def run(words: list[str], **environ: str) -> str:
 
 RUN_HERE = ("inkling serve", "inkling generate", "curl", "inkling check", "inkling plan", "inkling health")
 RUN_HERE += ("tritonserver", "make demo", "make bench")
-RUN_ELSEWHERE = {"make load": "tests/test_load_report.py", "make test": ".ci/run", "make qa": ".ci/run"}
+RUN_ELSEWHERE = {
+    "make load": "tests/test_load_report.py",
+    "make test": ".ci/run",
+    "make qa": ".ci/run",
+    "make soak-serve": "tests/qa/test_soak.py",  # three minutes of it
+}
 
 
 def test_every_command_is_run():
