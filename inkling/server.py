@@ -134,7 +134,6 @@ class RunningServer:
             raise ServerError("a server ends with the thread that started it; start it in the main thread")
         installation = tritonserver.find_installation(os.environ)
         tritonserver.check_numpy(np.__version__, installation.server_version)
-        Deployment.of(self.settings, memory_bytes=ANY_MEMORY)  # the models would say the same, three times and late
         leftovers.remove_leftovers(self.settings.run_root, self._report)
         check_shared_memory(3 * self.options.shared_memory_bytes)
         with ExitStack() as held:  # the ports stay bound until just before the server binds them
@@ -146,6 +145,7 @@ class RunningServer:
             if len(set(ports)) < len(ports):
                 raise ServerError(f"http_port, grpc_port and metrics_port are {ports}; they must differ")
             self.http_url, self.grpc_url, self.metrics_url = (f"{_reachable(host)}:{port}" for port in ports)
+            Deployment.of(self.settings, memory_bytes=ANY_MEMORY)  # the models would refuse it three times, and late
             self._work = leftovers.make_work_folder(self._region_prefix)
             backends = installation.link_backends(self._work / "backends")
             command = [str(installation.executable), *self._flags(ports, backends)]

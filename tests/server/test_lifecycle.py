@@ -114,7 +114,7 @@ def test_a_missing_checkpoint_ends_serve_with_the_reason(serve, tmp_path):
     assert command.wait_stopped() == 1
     assert command.output.read_text() == ""
     errors = command.errors.read_text()
-    assert "error: inkling_target: " in errors and f"{missing}" in errors
+    assert errors == f"error: {missing}/config.json: file is 'missing'; every checkpoint has one; name its directory\n"
     assert list(command.folder.iterdir()) == []
 
 
