@@ -89,6 +89,25 @@ def test_auto_is_not_misled_by_a_machine_that_slows_down_at_times() -> None:
     assert share_of_best(unsteady) >= BOUND
 
 
+@pytest.mark.xfail(
+    reason="0.920: nearly every step has prompt rows, which it learns nothing from; first times, taken while the machine "
+    "was slow, stand; and without drafts no sequence keeps the depths that a trial needs",
+    strict=True,
+)
+def test_auto_learns_among_prompts_on_an_unsteady_machine() -> None:
+    """Costs, prompts and answers of the demo with 32 streams; without the slow times it has 0.966 to 0.972."""
+    unsteady = Simulation(
+        Costs(lambda rows: 7.0 + 2.1 * rows**0.66, lambda rows: 2.0 + 0.037 * rows, call=0.8),
+        lambda _: 0.85,
+        batch=32,
+        num_tokens=30_000,
+        num_prompt=110,
+        answer=64,
+        is_unsteady=True,
+    )
+    assert share_of_best(unsteady) >= BOUND
+
+
 def test_a_stray_slow_call_moves_no_cost() -> None:
     table = CostTable()
     for i in range(40):
