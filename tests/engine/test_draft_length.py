@@ -90,8 +90,8 @@ def test_auto_is_not_misled_by_a_machine_that_slows_down_at_times() -> None:
 
 
 @pytest.mark.xfail(
-    reason="0.920: nearly every step has prompt rows, which it learns nothing from; first times, taken while the machine "
-    "was slow, stand; and without drafts no sequence keeps the depths that a trial needs",
+    reason="0.920: most steps have prompt rows, and teach it nothing; first times, of a slow machine, stand; "
+    "without drafts no sequence keeps the depths that a trial needs",
     strict=True,
 )
 def test_auto_learns_among_prompts_on_an_unsteady_machine() -> None:
