@@ -78,6 +78,8 @@ def _end_at_once() -> None:
 class _Watch:
     """One process seen from another one. Ask ``trouble`` about once a second."""
 
+    is_waiting = False  # for an answer of the process, with no trouble yet
+
     def __init__(self) -> None:
         self._looked = self._watched_since = -UNWATCHED_S
         self._stopped_since = 0.0
@@ -121,7 +123,9 @@ class ServerWatch(_Watch):
             return f"{SERVER} (pid {self._pid}) is stopped by a signal"
         if self._stopped_since:
             return ""
-        if status(self._url, "/v2/health/live", ANSWER_S):
+        answers = status(self._url, "/v2/health/live", ANSWER_S)
+        self.is_waiting = bool(self._answered and not answers)
+        if answers:
             self._answered = time.monotonic()
         elif self._answered and (silent := self._elapsed(self._answered, now)) > SILENT_S:
             return f"{SERVER} (pid {self._pid}) hangs: no answer to a health request for {silent:.0f} s"

@@ -262,6 +262,8 @@ class RunningServer:
             if reason := watch.trouble():
                 self._lost = watch.lost
                 return f"{reason}; the server cannot go on without it"
+            if watch.is_waiting:
+                break  # while the server does not answer, the models' processes wait for it
         for member in process_group.members(self.pid):
             if member.is_zombie and member.parent == self.pid:
                 self._died = self._died or time.monotonic()

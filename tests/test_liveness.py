@@ -171,10 +171,11 @@ def watch_of(server: socketserver.ThreadingTCPServer, pid: int) -> ServerWatch:
 def test_a_server_that_answers_no_more_is_found_and_one_that_loads_is_not(http_server) -> None:
     watched = watch_of(http_server, os.getpid())
     assert trouble_within(watched, 2.0) == "", "it has not answered yet"
+    assert not watched.is_waiting
     http_server.well.set()
-    assert trouble_within(watched, 1.5) == ""
+    assert trouble_within(watched, 1.5) == "" and not watched.is_waiting
     http_server.well.clear()
-    assert trouble_within(watched, 0.5) == ""
+    assert trouble_within(watched, 0.5) == "" and watched.is_waiting
     reason = trouble_within(watched, 3.0)
     assert reason == f"tritonserver (pid {os.getpid()}) hangs: no answer to a health request for 1 s"
 

@@ -82,11 +82,11 @@ def check_replaced(command, expected, pid: int, *words: str) -> None:
     assert command.leftovers() == []
 
 
-# Halts every thread of a process in a state that is not that of a stopped one, until the process is killed.
+# Halts every thread of processes in a state that is not that of stopped ones, until they are killed.
 TRACER = """
 import ctypes, os, sys
 ptrace = ctypes.CDLL(None, use_errno=True).ptrace
-for thread in os.listdir(f"/proc/{sys.argv[1]}/task"):
+for thread in (thread for pid in sys.argv[1:] for thread in os.listdir(f"/proc/{pid}/task")):
     for request in (0x4206, 0x4207):  # PTRACE_SEIZE, PTRACE_INTERRUPT
         if ptrace(request, int(thread), None, None):
             sys.exit(f"ptrace: {os.strerror(ctypes.get_errno())}")
@@ -97,22 +97,22 @@ while True:
 
 
 @contextmanager
-def halted(pid: int) -> Iterator[None]:
-    with subprocess.Popen(
-        [sys.executable, "-c", TRACER, str(pid)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as tracer:
+def halted(*pids: int) -> Iterator[None]:
+    command = [sys.executable, "-c", TRACER, *map(str, pids)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as tracer:
         if tracer.stdout.readline() != "halted\n":
             pytest.skip(f"a process cannot be halted here: {tracer.stderr.read()}")
         yield
         tracer.kill()
 
 
-def test_a_server_that_hangs_is_replaced(serve, tiny_checkpoint, expected) -> None:
+@pytest.mark.parametrize("models", [(), (TARGET_MODEL,)], ids=["alone", "and a model waits for it"])
+def test_a_server_that_hangs_is_replaced(serve, tiny_checkpoint, expected, models: tuple[str, ...]) -> None:
     command = serve("--checkpoint", str(tiny_checkpoint), *OPTIONS, "--restart", "1")
     command.wait_ready()
     load, pid = Load(command), command.server_pid
     fault = time.monotonic()
-    with halted(pid):
+    with halted(pid, *map(command.stub, models)):
         assert process_group.state(pid) == "t"
         load.join(fault)
     check_replaced(command, expected, pid, SERVER, "no answer to a health request")
