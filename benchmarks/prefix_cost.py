@@ -41,9 +41,9 @@ def compare(models: Models, ids: list[int], length: int, rounds: int, requests: 
         measured = {name: run(engine, prompts, most, num_tokens, time.thread_time) for name, engine in turns}
         if measured["on"][1] != measured["off"][1]:
             sys.exit(f"prompts of {length}: the tokens differ; nothing is reported")
-        for name, (rate, _) in measured.items():
+        for name, (seconds, answers) in measured.items():
             if number:  # the first round warms up
-                rates[name].append(rate)
+                rates[name].append(sum(map(len, answers)) / seconds)
     assert engines["on"].scheduler.prefixes.num_hits == 0, "a prompt hit"
     ratios = [on / off for on, off in zip(rates["on"], rates["off"], strict=True)]
     return {
