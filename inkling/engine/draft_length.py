@@ -3,9 +3,9 @@
 Any answer is exact, so ``auto`` may learn as it goes: from verification, how often depth k's draft stands once
 those before it stood (a_k); from the clock, what a step costs. With n drafts for each of B sequences a step
 emits B (1 + a_1 + a_1 a_2 + ... + a_1 .. a_n) tokens, and its cost follows from B (n + 1) target rows and n
-depths of B n entries and one for each accepted draft. The n with the best ratio is used. For a newcomer the
-ratio also counts what its depths take over its prompt: r n c seconds a token, for r prompt rows a token in this
-traffic and c seconds a row and depth.
+depths of B n entries and one for each accepted draft. The n with the best ratio is used. For newcomers the
+ratio also counts prompts: of this traffic, a token brings r prompt rows and s steps that carry some. They take
+r n c seconds in the depths, for c seconds a row and depth, and in these steps the target has r / s rows more.
 
 A depth is either kept up for the whole life of a sequence or given up for good, because an entry that was left
 out cannot be computed later. Depths that no step uses cost time, so a sequence keeps them only as long as that
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from inkling.engine.step_cost import StepCosts
+from inkling.engine.step_cost import MAX_PROMPT_SHARE, StepCosts
 from inkling.protocol import ring_rows
 
 if TYPE_CHECKING:
@@ -36,12 +36,10 @@ REVIEW_STEPS, TRIAL_STEPS = 8, 32  # steps between two looks at all lengths; bet
 SURE_TRIES, SURE_STEPS = 32, 40  # no depth is given up before so many verifications of it, or so many steps
 MEMORY = 512  # verifications of a depth that count (for one sequence; a few steps' worth for more)
 FADE = 1 / 128  # of the evidence on a depth that no step tries, per step: it may be worth another look
-TRAFFIC_FADE = 1 / 2048  # of prompt rows and tokens, per step
-PROMPT_FADE = 1 / 64  # of the prompt rows in a usual step, per step
+TRAFFIC_FADE = 1 / 2048  # of prompt rows, tokens and steps with prompts, per step
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.3, 1.0  # of the first depth
 DOUBT, MIN_VARIANCE = 1.0, 0.05
 SWITCH_GAIN = 1.01  # another length must be so much better
-MAX_PROMPT_SHARE = 0.25  # calls with a larger share of prompt rows say little about decoding
 
 
 @dataclass(slots=True)
@@ -53,8 +51,9 @@ class Load:
     drafting: Counter[int] = field(default_factory=Counter)  # most drafts -> sequences that may draft so many
     # the same of all sequences, had nobody given up depths and were every prompt computed
     asked: Counter[int] = field(default_factory=Counter)
-    prompt_rows: float = 0.0  # of the step just run; the next has about as many
-    prefilled: int = 0  # prompt rows of the step just run that keep depths
+    prompt_rows: float = 0.0  # that are left over from the step just run; the next has about as many
+    prefilled: int = 0  # prompt rows of the step just run
+    kept_rows: int = 0  # those of them that keep depths
     tokens: int = 0  # of the step just run
     entries: int = 0  # that wait in the windows, over all sequences
     depths: int = 0  # the most that a sequence keeps
@@ -118,13 +117,14 @@ class AutoDraftLength(DraftLength):
         self.max_depths = num_depths
         self.costs = StepCosts(num_depths)
         self.best = num_depths  # the best length, were every sequence to have that many depths
+        self.kept = num_depths  # the best with the depths that they have
         self.hope = num_depths  # a longer one that may be better for all that is known; else the best
         self._tried = [0.0] * num_depths  # evidence on each depth: verifications, of which
         self._stood = [0.0] * num_depths  # ... so many stood
         self._counts: Counter[tuple[int, int]] = Counter()  # (verified, accepted) since the last review
         self._calls: list[tuple[Callable[..., None], tuple]] = []  # since then: what learns, from what
-        self._prefilled = self._emitted = 0.0  # prompt rows and tokens of late
-        self._prompt_rows = 0.0  # in a usual step
+        # of late: prompt rows, those that keep depths, steps with some, and tokens
+        self._prefilled = self._kept_rows = self._prompt_steps = self._emitted = 0.0
         self._step_started = 0.0
         self._called_s = 0.0  # seconds of both calls since ``_step_started``
         self._steps = 0  # choices so far
@@ -145,8 +145,7 @@ class AutoDraftLength(DraftLength):
                 (self.costs.add_rest, (max(0.0, self._started - self._step_started - self._called_s),))
             )
         self._step_started, self._called_s = self._started, seconds
-        if prompt_rows <= MAX_PROMPT_SHARE * rows:
-            self._calls.append((self.costs.add_target, (rows, seconds)))
+        self._calls.append((self.costs.add_target, (rows, prompt_rows, seconds)))
         return seconds
 
     def draft_ran(self, segments: list[int]) -> float:
@@ -204,8 +203,9 @@ class AutoDraftLength(DraftLength):
 
     def choose(self, load: Load) -> None:
         self._prefilled += load.prefilled - TRAFFIC_FADE * self._prefilled
+        self._kept_rows += load.kept_rows - TRAFFIC_FADE * self._kept_rows
+        self._prompt_steps += bool(load.prefilled) - TRAFFIC_FADE * self._prompt_steps
         self._emitted += load.tokens - TRAFFIC_FADE * self._emitted
-        self._prompt_rows += PROMPT_FADE * (load.prompt_rows - self._prompt_rows)
         if not load.asked:
             return
         self._steps += 1
@@ -241,21 +241,21 @@ class AutoDraftLength(DraftLength):
 
     def _review(self, load: Load) -> None:
         longest = max(0, min(self.max_depths, load.max_rows // load.asked.total() - 1))
-        everyone = replace(load, drafting=load.asked, plain=0, prompt_rows=self._prompt_rows)
-        rates = self._with_prompts(self._rates_of(everyone, longest))
+        rates, bold = self._usual_rates(load, longest), self._usual_rates(load, longest, DOUBT)
         self.best = self.hope = _better(self.best, rates)
-        bold = self._with_prompts(self._rates_of(everyone, longest, DOUBT))
         if max(bold[self.best :]) > SWITCH_GAIN * rates[self.best]:
             self.hope = max(range(self.best, len(bold)), key=bold.__getitem__)
         self._rates = self._rates_of(load, min(load.depths, longest))
+        self.kept = _better(self.kept, self._rates)
         self._step_s = self._seconds(load, self._length, self._length, load.drafts(self._length))
         if self._purse is None:
             self._purse = FIRST_STEPS * self._step_s
 
     @property
     def _length(self) -> int:
-        """The best length, as far as one of the sequences has the depths."""
-        return min(self.best, len(self._rates) - 1)
+        """The best length, as far as one of the sequences has the depths. Once newcomers get fewer, the others go on
+        with theirs while that is the best: the time over their prompts is spent."""
+        return min(max(self.best, self.kept), len(self._rates) - 1)
 
     def _rates_of(self, load: Load, longest: int, doubt: float = 0.0) -> list[float]:
         """Tokens per second of each length, with no more depths than it needs."""
@@ -270,10 +270,23 @@ class AutoDraftLength(DraftLength):
             rates.append(self._tokens(load, n, each) / self._seconds(load, n, n, entries))
         return rates
 
-    def _with_prompts(self, rates: list[float]) -> list[float]:
-        """``rates`` of each length, were the time of its depths over the prompts counted."""
-        seconds = self.costs.prompt_row * self._prefilled / max(1.0, self._emitted)  # of a depth, per token
-        return [1 / (1 / rate + n * seconds) for n, rate in enumerate(rates)]
+    def _usual_rates(self, load: Load, longest: int, doubt: float = 0.0) -> list[float]:
+        """The same were nobody to give up depths, over steps of which some carry prompts as well, as of late, and with
+        the time that the depths take over these prompts."""
+        everyone = replace(load, drafting=load.asked, plain=0, prompt_rows=0)
+        emitted = max(1.0, self._emitted)
+        depth_s = self.costs.prompt_row * self._kept_rows / emitted  # of a depth over the prompts, per token
+        usual = []
+        for n, rate in enumerate(self._rates_of(everyone, longest, doubt)):
+            seconds = 1 / rate + n * depth_s  # per token
+            tokens = self._tokens(everyone, n, self._each(n, doubt))
+            if share := min(1.0, tokens * self._prompt_steps / emitted):  # of the steps
+                rows = everyone.num_drafting + everyone.drafts(n)
+                prompt_rows = tokens * self._prefilled / emitted / share  # in one of them
+                more = self.costs.target_at(rows + prompt_rows, prompt_rows) - self.costs.target_at(rows, 0)
+                seconds += share * max(0.0, more) / tokens
+            usual.append(1 / seconds)
+        return usual
 
     def _each(self, num_drafts: int, doubt: float = 0.0) -> list[float]:
         """Tokens of one sequence that drafts 0, 1, .. ``num_drafts``."""
@@ -292,7 +305,7 @@ class AutoDraftLength(DraftLength):
         """Of a step with ``entries`` rows in each of ``depths`` depths; 0 entries: no call to the draft."""
         rows = load.plain + load.num_drafting + load.drafts(num_drafts) + load.prompt_rows
         draft = self.costs.draft(depths, entries) if entries else 0.0
-        return max(1e-9, self.costs.target.at(rows) + draft + self.costs.rest)
+        return max(1e-9, self.costs.target_at(rows, load.prompt_rows) + draft + self.costs.rest)
 
     def _loss(self, load: Load, num_drafts: int) -> float:
         """Seconds by which a step of ``num_drafts``, with the windows as they are, is worse than the best."""
@@ -351,8 +364,9 @@ def choose_lengths(
         sequence = segment.sequence
         is_prompt = segment.draws <= 1 and segment.rows > 1  # with its last chunk a sequence decodes next
         load.tokens += segment.accepted + 1 if segment.draws else 0
-        if is_prompt and sequence.asked_depths:
+        if is_prompt:
             load.prefilled += segment.rows
+            load.kept_rows += segment.rows if sequence.asked_depths else 0
         if sequence.finish_reason:
             continue
         load.asked[sequence.asked_depths] += 1

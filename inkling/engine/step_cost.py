@@ -20,7 +20,9 @@ CELLS_PER_OCTAVE = 4  # sizes up to 7 have a cell each
 KEPT_TIMES = 17  # of a cell; their median stands for it, so a stray slow call moves nothing
 PROMPT_FADE = 1 / 128  # of what a prompt row costs, per step that measures none
 STALE_STEPS = 512  # after so many without it, a size is measured anew
-SPEED_CALLS = 15  # whose median gives the machine's speed of late
+SPEED_CALLS = 31  # whose median gives the machine's speed of late
+SPELL_CALLS, SPELL = 5, 1.2  # another speed: when the last few calls differ so much from it
+MAX_PROMPT_SHARE = 0.25  # calls with a larger share of prompt rows say little about decoding
 COST_FADE, FADE_EVERY = 1 / 32768, 64  # of a size that no step has, per step; steps between two looks
 
 
@@ -114,6 +116,7 @@ class StepCosts:
 
     def __init__(self, num_depths: int):
         self.target = CostTable()
+        self._mixed = CostTable()  # the target's calls with prompts
         self.slowness = 1.0  # seconds of late for one of the tables
         self._ratios: deque[float] = deque(maxlen=SPEED_CALLS)
         self._steps = 0
@@ -123,13 +126,20 @@ class StepCosts:
         self._rest: deque[float] = deque(maxlen=KEPT_TIMES)
         self.rest = 0.0  # seconds of a step outside the two calls
 
-    def add_target(self, rows: int, seconds: float) -> None:
+    def add_target(self, rows: int, prompt_rows: int, seconds: float) -> None:
         self._steps += 1
         self.prompt_row *= 1 - PROMPT_FADE
         if self._steps % FADE_EVERY == 0:
-            for table in (self.target, *self._draft):
+            for table in (self.target, self._mixed, *self._draft):
                 table.fade(self._steps - FADE_EVERY)
-        self._add(self.target, rows, seconds)
+        self._add(self._table(rows, prompt_rows), rows, seconds)
+
+    def _table(self, rows: float, prompt_rows: float) -> CostTable:
+        return self._mixed if prompt_rows > MAX_PROMPT_SHARE * rows else self.target
+
+    def target_at(self, rows: float, prompt_rows: float) -> float:
+        """Seconds of a call with so many rows, of which ``prompt_rows`` are of prompts."""
+        return (self._table(rows, prompt_rows) or self.target).at(rows)
 
     def add_draft(self, depths: int, rows: float, seconds: float) -> None:
         """``rows``: of one depth, on average."""
@@ -137,9 +147,16 @@ class StepCosts:
 
     def _add(self, table: CostTable, rows: float, seconds: float) -> None:
         if known := table.known(rows):
-            self._ratios.append(seconds / known)
-            self.slowness = median_low(self._ratios)
+            self._compare(seconds, known)
         table.add(rows, seconds / self.slowness, self._steps)
+
+    def _compare(self, seconds: float, known: float) -> None:
+        """Of one call, with what is known of its size."""
+        self._ratios.append(seconds / known)
+        lately = list(self._ratios)[-SPELL_CALLS:]
+        if not 1 / SPELL < median_low(lately) / self.slowness < SPELL:  # another spell began
+            self._ratios = deque(lately, SPEED_CALLS)
+        self.slowness = median_low(self._ratios)
 
     def add_prompt(self, prompt_rows: int, seconds: float, depths: int, other_rows: float) -> None:
         """A draft call for prompts; ``prompt_rows``: of all depths together; ``other_rows``: of one, on average.
