@@ -84,7 +84,7 @@ class DraftLength:
         """Before either call."""
         self._started = self._clock()
 
-    def target_ran(self, rows: int, prompt_rows: int) -> float:
+    def target_ran(self, rows: int, prompt_rows: int, sequences: int) -> float:
         """After the target's call; returns its seconds."""
         seconds = self._clock() - self._started
         self.target_s += seconds
@@ -123,7 +123,7 @@ class AutoDraftLength(DraftLength):
         self._stood = [0.0] * num_depths  # ... so many stood
         self._counts: Counter[tuple[int, int]] = Counter()  # (verified, accepted) since the last review
         self._calls: list[tuple[Callable[..., None], tuple]] = []  # since then: what learns, from what
-        # of late: prompt rows, those that keep depths, steps with some, and tokens
+        # of late: prompt rows, those that keep depths, steps with some, tokens
         self._prefilled = self._kept_rows = self._prompt_steps = self._emitted = 0.0
         self._step_started = 0.0
         self._called_s = 0.0  # seconds of both calls since ``_step_started``
@@ -138,14 +138,14 @@ class AutoDraftLength(DraftLength):
 
     # What happened.
 
-    def target_ran(self, rows: int, prompt_rows: int) -> float:
-        seconds = super().target_ran(rows, prompt_rows)
+    def target_ran(self, rows: int, prompt_rows: int, sequences: int) -> float:
+        seconds = super().target_ran(rows, prompt_rows, sequences)
         if self._step_started:
             self._calls.append(
                 (self.costs.add_rest, (max(0.0, self._started - self._step_started - self._called_s),))
             )
         self._step_started, self._called_s = self._started, seconds
-        self._calls.append((self.costs.add_target, (rows, prompt_rows, seconds)))
+        self._calls.append((self.costs.add_target, (rows, prompt_rows, sequences, seconds)))
         return seconds
 
     def draft_ran(self, segments: list[int]) -> float:
@@ -219,7 +219,7 @@ class AutoDraftLength(DraftLength):
         since, last_shape = self._reviewed
         if self._steps - since >= REVIEW_STEPS or shape != last_shape:
             self._learn(load.num_drafting, self._steps - since)
-            if not self.costs.target:
+            if not self.costs:
                 return
             self._review(load)
             self._reviewed = (self._steps, shape)
@@ -271,8 +271,7 @@ class AutoDraftLength(DraftLength):
         return rates
 
     def _usual_rates(self, load: Load, longest: int, doubt: float = 0.0) -> list[float]:
-        """The same were nobody to give up depths, over steps of which some carry prompts as well, as of late, and with
-        the time that the depths take over these prompts."""
+        """The same were nobody to give up depths, with as many prompts as of late and what they take."""
         everyone = replace(load, drafting=load.asked, plain=0, prompt_rows=0)
         emitted = max(1.0, self._emitted)
         depth_s = self.costs.prompt_row * self._kept_rows / emitted  # of a depth over the prompts, per token
@@ -281,9 +280,8 @@ class AutoDraftLength(DraftLength):
             seconds = 1 / rate + n * depth_s  # per token
             tokens = self._tokens(everyone, n, self._each(n, doubt))
             if share := min(1.0, tokens * self._prompt_steps / emitted):  # of the steps
-                rows = everyone.num_drafting + everyone.drafts(n)
                 prompt_rows = tokens * self._prefilled / emitted / share  # in one of them
-                more = self.costs.target_at(rows + prompt_rows, prompt_rows) - self.costs.target_at(rows, 0)
+                more = self._target_s(replace(everyone, prompt_rows=prompt_rows), n) - self._target_s(everyone, n)
                 seconds += share * max(0.0, more) / tokens
             usual.append(1 / seconds)
         return usual
@@ -303,9 +301,13 @@ class AutoDraftLength(DraftLength):
 
     def _seconds(self, load: Load, num_drafts: int, depths: int, entries: int) -> float:
         """Of a step with ``entries`` rows in each of ``depths`` depths; 0 entries: no call to the draft."""
-        rows = load.plain + load.num_drafting + load.drafts(num_drafts) + load.prompt_rows
         draft = self.costs.draft(depths, entries) if entries else 0.0
-        return max(1e-9, self.costs.target_at(rows, load.prompt_rows) + draft + self.costs.rest)
+        return max(1e-9, self._target_s(load, num_drafts) + draft + self.costs.rest)
+
+    def _target_s(self, load: Load, num_drafts: int) -> float:
+        sequences = load.plain + load.num_drafting
+        rows = sequences + load.drafts(num_drafts) + load.prompt_rows
+        return self.costs.target(rows, load.prompt_rows, sequences)
 
     def _loss(self, load: Load, num_drafts: int) -> float:
         """Seconds by which a step of ``num_drafts``, with the windows as they are, is worse than the best."""

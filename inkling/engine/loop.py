@@ -249,7 +249,8 @@ class Engine:
         tokens, hidden, *log_probs = self._to_target.exchange(
             self._step, records(words.segments, 4), words.ids, pages, step, scores=records(words.scores, 2)
         )
-        lengths.target_ran(len(words.ids), len(words.ids) - words.num_draws)
+        sequences = sum(segment.draws > 0 for segment in plan)
+        lengths.target_ran(len(words.ids), len(words.ids) - words.num_draws, sequences)
         if tokens.size != words.num_draws:
             raise ModelError(
                 f"the target drew {tokens.size} tokens in step {self._step}; {words.num_draws} were asked for"

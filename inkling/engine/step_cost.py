@@ -14,10 +14,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
-from statistics import median_low
+from statistics import median, median_low
 
 CELLS_PER_OCTAVE = 4  # sizes up to 7 have a cell each
 KEPT_TIMES = 17  # of a cell; their median stands for it, so a stray slow call moves nothing
+SURE_TIMES = 5  # of a cell, before others are compared with it: the lower median of fewer is too low
 PROMPT_FADE = 1 / 128  # of what a prompt row costs, per step that measures none
 STALE_STEPS = 512  # after so many without it, a size is measured anew
 SPEED_CALLS = 31  # whose median gives the machine's speed of late
@@ -58,9 +59,10 @@ class CostTable:
         return self._points[key] != before
 
     def known(self, rows: float) -> float:
-        """Seconds of calls of this size, 0 unless several were seen."""
-        _, seconds, count = self._points.get(_cell(rows), (0.0, 0.0, 0))
-        return seconds if count > 1 else 0.0
+        """Seconds of a call with so many rows; 0 unless several of about this size were seen. Not what ``at`` says,
+        which is the least of several medians: calls would seem slow beside it, and the machine ever slower."""
+        size, seconds, count = self._points.get(_cell(rows), (0.0, 0.0, 0))
+        return seconds * self.at(rows) / self.at(size) if count >= SURE_TIMES and seconds else 0.0
 
     def fade(self, step: int) -> None:
         """Makes sizes cheaper that no step had since ``step``."""
@@ -94,11 +96,8 @@ class CostTable:
             return seconds[i]
         if i == len(known):
             return seconds[-1]
-        if len(known) == 1:
-            return seconds[0] * rows / known[0]
         if i == 0:
-            guess = self._line(0, 1, rows)
-            return min(seconds[0], max(guess, seconds[0] * rows / known[0]))
+            return seconds[0] * rows / known[0]
         return self._line(i - 1, i, rows)
 
     def _line(self, i: int, j: int, rows: float) -> float:
@@ -111,12 +110,13 @@ def _cell(rows: float) -> int:
 
 
 class StepCosts:
-    """The parts of a step: the target's call by rows, the draft's by depths and rows of a depth, the rest; and what
-    a row of a prompt takes in a depth."""
+    """The parts of a step: the target's call by rows and drafts of a sequence, the draft's by depths and rows of a
+    depth, the rest; and what a row of a prompt takes in a depth."""
 
     def __init__(self, num_depths: int):
-        self.target = CostTable()
         self._mixed = CostTable()  # the target's calls with prompts
+        self._plain = CostTable()  # ... without
+        self._plain_of = [CostTable() for _ in range(num_depths + 1)]  # the same by drafts of a sequence, on average
         self.slowness = 1.0  # seconds of late for one of the tables
         self._ratios: deque[float] = deque(maxlen=SPEED_CALLS)
         self._steps = 0
@@ -126,29 +126,41 @@ class StepCosts:
         self._rest: deque[float] = deque(maxlen=KEPT_TIMES)
         self.rest = 0.0  # seconds of a step outside the two calls
 
-    def add_target(self, rows: int, prompt_rows: int, seconds: float) -> None:
+    def __bool__(self) -> bool:
+        """Whether anything is known of decoding."""
+        return bool(self._plain)
+
+    def add_target(self, rows: int, prompt_rows: int, sequences: int, seconds: float) -> None:
+        """``prompt_rows``: those of the ``rows`` that nothing is drawn from; ``sequences``: with the others."""
         self._steps += 1
         self.prompt_row *= 1 - PROMPT_FADE
         if self._steps % FADE_EVERY == 0:
-            for table in (self.target, self._mixed, *self._draft):
+            for table in (self._mixed, self._plain, *self._plain_of, *self._draft):
                 table.fade(self._steps - FADE_EVERY)
-        self._add(self._table(rows, prompt_rows), rows, seconds)
+        self._add(self._target_tables(rows, prompt_rows, sequences), rows, seconds)
 
-    def _table(self, rows: float, prompt_rows: float) -> CostTable:
-        return self._mixed if prompt_rows > MAX_PROMPT_SHARE * rows else self.target
+    def _target_tables(self, rows: float, prompt_rows: float, sequences: int) -> list[CostTable]:
+        """The best one first: as many rows of more sequences read more of the caches."""
+        if prompt_rows > MAX_PROMPT_SHARE * rows:
+            return [self._mixed]
+        drafts = round((rows - prompt_rows) / max(1, sequences)) - 1
+        return [self._plain_of[max(0, min(drafts, len(self._plain_of) - 1))], self._plain]
 
-    def target_at(self, rows: float, prompt_rows: float) -> float:
-        """Seconds of a call with so many rows, of which ``prompt_rows`` are of prompts."""
-        return (self._table(rows, prompt_rows) or self.target).at(rows)
+    def target(self, rows: float, prompt_rows: float, sequences: int) -> float:
+        """Seconds."""
+        tables = self._target_tables(rows, prompt_rows, sequences)
+        known = (table for table in tables if table.known(rows))
+        return next(known, tables[-1] or self._plain).at(rows)
 
     def add_draft(self, depths: int, rows: float, seconds: float) -> None:
         """``rows``: of one depth, on average."""
-        self._add(self._draft[depths], rows, seconds)
+        self._add([self._draft[depths]], rows, seconds)
 
-    def _add(self, table: CostTable, rows: float, seconds: float) -> None:
-        if known := table.known(rows):
+    def _add(self, tables: list[CostTable], rows: float, seconds: float) -> None:
+        if known := next((known for table in tables if (known := table.known(rows))), 0.0):
             self._compare(seconds, known)
-        table.add(rows, seconds / self.slowness, self._steps)
+        for table in tables:
+            table.add(rows, seconds / self.slowness, self._steps)
 
     def _compare(self, seconds: float, known: float) -> None:
         """Of one call, with what is known of its size."""
@@ -156,7 +168,7 @@ class StepCosts:
         lately = list(self._ratios)[-SPELL_CALLS:]
         if not 1 / SPELL < median_low(lately) / self.slowness < SPELL:  # another spell began
             self._ratios = deque(lately, SPEED_CALLS)
-        self.slowness = median_low(self._ratios)
+        self.slowness = median(self._ratios)
 
     def add_prompt(self, prompt_rows: int, seconds: float, depths: int, other_rows: float) -> None:
         """A draft call for prompts; ``prompt_rows``: of all depths together; ``other_rows``: of one, on average.

@@ -115,7 +115,7 @@ class Simulation:
         rows = sum(segment.rows for segment in plan)
         self.lengths.call_starts()
         self._spend(self.costs.target(rows))
-        self.lengths.target_ran(rows, rows - sum(segment.draws for segment in plan))
+        self.lengths.target_ran(rows, rows - sum(segment.draws for segment in plan), len(plan))
         probability = self.acceptance(self.tokens)
         for segment in plan:
             sequence, drafted = segment.sequence, segment.sequence.num_drafts

@@ -120,7 +120,7 @@ def test_sequences_go_on_with_the_depths_they_have_when_newcomers_get_none() -> 
     load.drafting[1] = load.asked[1] = 4
     for rows, seconds in ((4, 10.0), (8, 11.0)):
         for _ in range(4):
-            lengths.costs.add_target(rows, 0, seconds)
+            lengths.costs.add_target(rows, 0, 4, seconds)
     for _ in range(4):
         lengths.costs.add_draft(1, 6, 1.0)
         lengths.costs.add_prompt(100, 10.0, 1, 0)
@@ -136,22 +136,22 @@ def test_a_spell_of_another_speed_is_noticed_after_a_few_calls() -> None:
     costs = StepCosts(0)
     for seconds in (1.0, 1.5):
         for _ in range(2 * SPEED_CALLS):
-            costs.add_target(8, 0, seconds)
-    costs.add_target(8, 0, 3.0)
+            costs.add_target(8, 0, 8, seconds)
+    costs.add_target(8, 0, 8, 3.0)
     assert costs.slowness == 1.5
     for _ in range(SPELL_CALLS):
-        costs.add_target(8, 0, 1.0)
+        costs.add_target(8, 0, 8, 1.0)
     assert costs.slowness == 1.0
-    assert costs.target.at(8) == 1.0
+    assert costs.target(8, 0, 8) == 1.0
 
 
 def test_calls_with_prompts_are_no_price_of_decoding() -> None:
     costs = StepCosts(0)
     for _ in range(4):
-        costs.add_target(64, 0, 1.0)
-        costs.add_target(64, 60, 5.0)
-    assert costs.target_at(64, 0) == 1.0
-    assert costs.target_at(64, 60) == 5.0
+        costs.add_target(64, 0, 64, 1.0)
+        costs.add_target(64, 60, 4, 5.0)
+    assert costs.target(64, 0, 64) == 1.0
+    assert costs.target(64, 60, 4) == 5.0
 
 
 def test_a_stray_slow_call_moves_no_cost() -> None:
@@ -165,20 +165,20 @@ def test_a_size_that_is_not_tried_slows_down_with_the_machine() -> None:
     costs = StepCosts(0)
     for seconds in (1.0, 2.0):
         for _ in range(20):
-            costs.add_target(8, 0, seconds)
+            costs.add_target(8, 0, 8, seconds)
             if seconds == 1.0:
-                costs.add_target(16, 0, 1.5)
-    assert costs.target.at(16) / costs.target.at(8) == pytest.approx(1.5, rel=0.02)
+                costs.add_target(16, 0, 16, 1.5)
+    assert costs.target(16, 0, 16) / costs.target(8, 0, 8) == pytest.approx(1.5, rel=0.02)
 
 
 def test_a_size_that_no_step_has_seems_cheaper_as_time_passes() -> None:
     costs = StepCosts(0)
     for _ in range(20):
-        costs.add_target(16, 0, 10.0)
-    before = costs.target.at(16)
+        costs.add_target(16, 0, 16, 10.0)
+    before = costs.target(16, 0, 16)
     for _ in range(int(1 / COST_FADE)):
-        costs.add_target(8, 0, 1.0)
-    assert costs.target.at(16) == pytest.approx(before / math.e, rel=0.03)
+        costs.add_target(8, 0, 8, 1.0)
+    assert costs.target(16, 0, 16) == pytest.approx(before / math.e, rel=0.03)
 
 
 def test_costs_between_known_sizes_are_interpolated_and_bounded_beyond() -> None:
