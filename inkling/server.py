@@ -258,13 +258,13 @@ class RunningServer:
             last = "\n".join(list(self.log)[-20:])
             ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
             return load_failure(self.log) or f"the server's last lines:\n{last}\nthe server {ended}"
+        is_silent = False  # the server: the models' processes wait for it, and are not to blame
         for watch in self._watches:
-            if reason := watch.trouble():
+            if (reason := watch.trouble()) and not is_silent:
                 self._lost = watch.lost
                 return f"{reason}; the server cannot go on without it"
-            if watch.is_waiting:
-                break  # while the server does not answer, the models' processes wait for it
-        for member in process_group.members(self.pid):
+            is_silent = is_silent or watch.is_waiting
+        for member in () if is_silent else process_group.members(self.pid):
             if member.is_zombie and member.parent == self.pid:
                 self._died = self._died or time.monotonic()
                 if time.monotonic() - self._died > LOAD_FAILURE_S:

@@ -18,6 +18,8 @@ import pytest
 from inkling import liveness, process_group
 from inkling.liveness import ServerWatch, Watch, watch
 from inkling.run_folder import RunFolder
+from inkling.server import RunningServer
+from inkling.settings import Settings
 
 MODEL = "some_model"
 # Not in this process: a heartbeat changes how its process ends.
@@ -178,6 +180,33 @@ def test_a_server_that_answers_no_more_is_found_and_one_that_loads_is_not(http_s
     assert trouble_within(watched, 0.5) == "" and watched.is_waiting
     reason = trouble_within(watched, 3.0)
     assert reason == f"tritonserver (pid {os.getpid()}) hangs: no answer to a health request for 1 s"
+
+
+class ModelInTrouble:
+    """A watch whose model hangs; counts the looks at it."""
+
+    lost, is_waiting, looks = "inkling_target", False, 0
+
+    def trouble(self) -> str:
+        self.looks += 1
+        return "inkling_target hangs"
+
+
+def test_models_are_watched_but_not_blamed_while_the_server_is_silent(http_server) -> None:
+    server = RunningServer(Settings("synthetic:micro"))
+    server._process = subprocess.Popen(["sleep", "60"], start_new_session=True)
+    model, watched = ModelInTrouble(), watch_of(http_server, server.pid)
+    server._watches = [watched, model]
+    try:
+        http_server.well.set()
+        assert trouble_within(watched, 0.1) == ""
+        http_server.well.clear()
+        assert server._failure() == "" and model.looks == 1
+        http_server.well.set()
+        assert server._failure().startswith("inkling_target hangs") and model.looks == 2
+    finally:
+        server._process.kill()
+        server._process.wait()
 
 
 def test_a_stopped_server_is_found(http_server, model) -> None:

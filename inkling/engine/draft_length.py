@@ -51,7 +51,7 @@ class Load:
     drafting: Counter[int] = field(default_factory=Counter)  # most drafts -> sequences that may draft so many
     # the same of all sequences, had nobody given up depths and were every prompt computed
     asked: Counter[int] = field(default_factory=Counter)
-    prompt_rows: float = 0.0  # that are left over from the step just run; the next has about as many
+    prompt_rows: float = 0.0  # of prompts that go on, in the step just run; the next has about as many
     prefilled: int = 0  # prompt rows of the step just run
     kept_rows: int = 0  # those of them that keep depths
     tokens: int = 0  # of the step just run
@@ -213,7 +213,7 @@ class AutoDraftLength(DraftLength):
             self._largest_load = load.num_drafting
             self._first_lengths = 2 * list(range(self.max_depths + 1))
         if self._first_lengths and load.drafting:
-            self.num_drafts = min(load.depths, self._first_lengths.pop())
+            self.num_drafts, self.num_depths = min(load.depths, self._first_lengths.pop()), self.max_depths
             return
         shape = (load.asked.total(), load.num_drafting, load.depths)
         since, last_shape = self._reviewed

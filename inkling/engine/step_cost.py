@@ -24,6 +24,7 @@ STALE_STEPS = 512  # after so many without it, a size is measured anew
 SPEED_CALLS = 31  # whose median gives the machine's speed of late
 SPELL_CALLS, SPELL = 5, 1.2  # another speed: when the last few calls differ so much from it
 MAX_PROMPT_SHARE = 0.25  # calls with a larger share of prompt rows say little about decoding
+MIN_SECONDS = 1e-9  # of a call, by a clock that stood still
 COST_FADE, FADE_EVERY = 1 / 32768, 64  # of a size that no step has, per step; steps between two looks
 
 
@@ -33,6 +34,7 @@ class CostTable:
     def __init__(self) -> None:
         self._cells: dict[int, deque[tuple[float, float]]] = {}  # the last (seconds, rows) of about one size
         self._seen: dict[int, int] = {}  # cell -> step of the last of them
+        self._faded: dict[int, float] = {}  # cell -> the share of its seconds that counts, if no step had it of late
         self._points: dict[int, tuple[float, float, int]] = {}  # cell -> rows, seconds, how many times
         self._rows: list[float] = []
         self._seconds: list[float] = []
@@ -48,7 +50,8 @@ class CostTable:
             cell.clear()
         cell.append((seconds, rows))
         self._seen[key] = step
-        if self._point(key):
+        was_faded = self._faded.pop(key, None) is not None
+        if self._point(key) or was_faded:
             self._rebuild()
 
     def _point(self, key: int) -> bool:
@@ -59,25 +62,22 @@ class CostTable:
         return self._points[key] != before
 
     def known(self, rows: float) -> float:
-        """Seconds of a call with so many rows; 0 unless several of about this size were seen. Not what ``at`` says,
-        which is the least of several medians: calls would seem slow beside it, and the machine ever slower."""
+        """The median of calls of about this size, scaled to ``rows``; 0 unless several were seen. ``at`` is the least
+        of several medians: beside it calls would seem slow, and the machine ever slower."""
         size, seconds, count = self._points.get(_cell(rows), (0.0, 0.0, 0))
-        return seconds * self.at(rows) / self.at(size) if count >= SURE_TIMES and seconds else 0.0
+        return seconds * self.at(rows) / self.at(size) if count >= SURE_TIMES else 0.0
 
     def fade(self, step: int) -> None:
         """Makes sizes cheaper that no step had since ``step``."""
         faded = [key for key, seen in self._seen.items() if seen < step]
         for key in faded:
-            self._cells[key] = deque(
-                ((seconds * (1 - FADE_EVERY * COST_FADE), rows) for seconds, rows in self._cells[key]),
-                KEPT_TIMES,
-            )
-            self._point(key)
+            self._faded[key] = self._faded.get(key, 1.0) * (1 - FADE_EVERY * COST_FADE)
         if faded:
             self._rebuild()
 
     def _rebuild(self) -> None:
-        """A single time counts only where nothing better is known; fewer rows never cost more than many."""
+        """A single time counts only where nothing better is known; fewer rows never cost more than many. What faded
+        gets no cheaper than the next smaller size, and makes none cheaper."""
         solid = [rows for rows, _, count in self._points.values() if count > 1]
         low, high = (min(solid), max(solid)) if solid else (math.inf, -math.inf)
         points = sorted(p for p in self._points.values() if p[2] > 1 or not low < p[0] < high)
@@ -85,6 +85,9 @@ class CostTable:
         self._seconds = [seconds for _, seconds, _ in points]
         for i in range(len(points) - 2, -1, -1):
             self._seconds[i] = min(self._seconds[i : i + 2])
+        least = 0.0
+        for i, rows in enumerate(self._rows):
+            least = self._seconds[i] = max(least, self._seconds[i] * self._faded.get(_cell(rows), 1.0))
 
     def at(self, rows: float) -> float:
         """Seconds of a call with ``rows`` rows; 0 when none was ever seen."""
@@ -149,14 +152,17 @@ class StepCosts:
     def target(self, rows: float, prompt_rows: float, sequences: int) -> float:
         """Seconds."""
         tables = self._target_tables(rows, prompt_rows, sequences)
-        known = (table for table in tables if table.known(rows))
-        return next(known, tables[-1] or self._plain).at(rows)
+        for table in tables:
+            if table.known(rows):
+                return table.at(rows)
+        return (tables[-1] or self._plain).at(rows)
 
     def add_draft(self, depths: int, rows: float, seconds: float) -> None:
         """``rows``: of one depth, on average."""
         self._add([self._draft[depths]], rows, seconds)
 
     def _add(self, tables: list[CostTable], rows: float, seconds: float) -> None:
+        seconds = max(seconds, MIN_SECONDS)
         if known := next((known for table in tables if (known := table.known(rows))), 0.0):
             self._compare(seconds, known)
         for table in tables:

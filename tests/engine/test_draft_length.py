@@ -181,6 +181,27 @@ def test_a_size_that_no_step_has_seems_cheaper_as_time_passes() -> None:
     assert costs.target(16, 0, 16) == pytest.approx(before / math.e, rel=0.03)
 
 
+def test_the_sizes_of_a_past_burst_make_no_other_size_cheaper() -> None:
+    costs = StepCosts(0)
+    for _ in range(20):
+        costs.add_target(64, 0, 64, 12.0)
+    for _ in range(int(2 / COST_FADE)):
+        costs.add_target(1, 0, 1, 10.0)
+    assert costs.target(1, 0, 1) == 10.0
+    assert costs.target(64, 0, 64) == 10.0
+
+
+def test_a_clock_that_stands_still_breaks_nothing() -> None:
+    costs = StepCosts(1)
+    for seconds in (1.0, 0.0):
+        for _ in range(10):
+            costs.add_target(8, 0, 8, seconds)
+            costs.add_target(4, 0, 4, seconds)
+            costs.add_draft(1, 4, seconds)
+    assert costs.slowness > 0
+    assert costs.target(8, 0, 8) > 0
+
+
 def test_costs_between_known_sizes_are_interpolated_and_bounded_beyond() -> None:
     table = CostTable()
     for rows in (8, 16, 64):
