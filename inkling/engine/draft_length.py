@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from inkling.engine.step_cost import MAX_PROMPT_SHARE, StepCosts
+from inkling.engine.step_cost import MAX_PROMPT_SHARE, MIN_SECONDS, StepCosts
 from inkling.protocol import ring_rows
 
 if TYPE_CHECKING:
@@ -273,15 +273,15 @@ class AutoDraftLength(DraftLength):
     def _usual_rates(self, load: Load, longest: int, doubt: float = 0.0) -> list[float]:
         """The same were nobody to give up depths, with as many prompts as of late and what they take."""
         everyone = replace(load, drafting=load.asked, plain=0, prompt_rows=0)
-        emitted = max(1.0, self._emitted)
+        each, emitted = self._each(longest, doubt), max(1.0, self._emitted)
         depth_s = self.costs.prompt_row * self._kept_rows / emitted  # of a depth over the prompts, per token
         usual = []
         for n, rate in enumerate(self._rates_of(everyone, longest, doubt)):
             seconds = 1 / rate + n * depth_s  # per token
-            tokens = self._tokens(everyone, n, self._each(n, doubt))
+            tokens = self._tokens(everyone, n, each)
             if share := min(1.0, tokens * self._prompt_steps / emitted):  # of the steps
                 prompt_rows = tokens * self._prefilled / emitted / share  # in one of them
-                more = self._target_s(replace(everyone, prompt_rows=prompt_rows), n) - self._target_s(everyone, n)
+                more = self._target_s(everyone, n, prompt_rows) - self._target_s(everyone, n, 0)
                 seconds += share * max(0.0, more) / tokens
             usual.append(1 / seconds)
         return usual
@@ -302,12 +302,11 @@ class AutoDraftLength(DraftLength):
     def _seconds(self, load: Load, num_drafts: int, depths: int, entries: int) -> float:
         """Of a step with ``entries`` rows in each of ``depths`` depths; 0 entries: no call to the draft."""
         draft = self.costs.draft(depths, entries) if entries else 0.0
-        return max(1e-9, self._target_s(load, num_drafts) + draft + self.costs.rest)
+        return max(MIN_SECONDS, self._target_s(load, num_drafts, load.prompt_rows) + draft + self.costs.rest)
 
-    def _target_s(self, load: Load, num_drafts: int) -> float:
+    def _target_s(self, load: Load, num_drafts: int, prompt_rows: float) -> float:
         sequences = load.plain + load.num_drafting
-        rows = sequences + load.drafts(num_drafts) + load.prompt_rows
-        return self.costs.target(rows, load.prompt_rows, sequences)
+        return self.costs.target(sequences + load.drafts(num_drafts) + prompt_rows, prompt_rows, sequences)
 
     def _loss(self, load: Load, num_drafts: int) -> float:
         """Seconds by which a step of ``num_drafts``, with the windows as they are, is worse than the best."""
