@@ -121,7 +121,10 @@ class ServerWatch(_Watch):
     def _trouble(self, now: float) -> str:
         if self._is_stopped(self._pid, now):
             return f"{SERVER} (pid {self._pid}) is stopped by a signal"
-        answers = not self._stopped_since and status(self._url, "/v2/health/live", ANSWER_S)
+        if self._stopped_since:  # its silence has a reason, which a moment more will show
+            self.is_waiting = bool(self._answered)
+            return ""
+        answers = status(self._url, "/v2/health/live", ANSWER_S)
         self.is_waiting = bool(self._answered and not answers)
         if answers:
             self._answered = time.monotonic()

@@ -209,11 +209,15 @@ def test_models_are_watched_but_not_blamed_while_the_server_is_silent(http_serve
         server._process.wait()
 
 
-def test_a_stopped_server_is_found(http_server, model) -> None:
+@pytest.mark.parametrize("silent_s", [0.1, 10.0])
+def test_a_stopped_server_is_found_and_not_taken_for_one_that_hangs(
+    http_server, model, monkeypatch: pytest.MonkeyPatch, silent_s: float
+) -> None:
     process = model(IDLE)
     http_server.well.set()
     watched = watch_of(http_server, process.pid)
     assert trouble_within(watched, 0.5) == ""
+    monkeypatch.setattr(liveness, "SILENT_S", silent_s)
     process.send_signal(signal.SIGSTOP)
     reason = trouble_within(watched, 2 * liveness.STOPPED_S)
     assert reason == f"tritonserver (pid {process.pid}) is stopped by a signal"
