@@ -74,69 +74,38 @@ def _store_tile(
 
 
 @triton.jit
-def _score(
-    start, pages, queries, position, has_row, bank_tile, bank_offset, key_cache, new_keys, pass_start, pass_row,
-    kv_head, first_key, end, num_kv: tl.constexpr, d: tl.constexpr, EXTENT: tl.constexpr, BANK_WIDTH: tl.constexpr,
-    WINDOW: tl.constexpr, PAGE: tl.constexpr, BLOCK_KEYS: tl.constexpr, BIASED: tl.constexpr, MASKED: tl.constexpr,
-    KEYS_ON_M: tl.constexpr,
-):  # fmt: skip
-    """Scores of the block at ``start``, see ``block_scores``."""
-    bias = None
-    if BIASED:
-        bias = load_bias(start, position, has_row, bank_tile, bank_offset, EXTENT, BANK_WIDTH, BLOCK_KEYS, KEYS_ON_M)
-    k = load_block(
-        key_cache, new_keys, start, pages, pass_start, pass_row, kv_head, first_key, end, num_kv, d, d, PAGE,
-        BLOCK_KEYS, MASKED,
-    )  # fmt: skip
-    return block_scores(queries, k, start, position, bias, d, WINDOW, MASKED, KEYS_ON_M)
-
-
-@triton.jit
 def _attend_range(
-    begin, stop, pages, next_pages, queries, position, has_row, bank_tile, bank_offset, key_cache, value_cache,
-    new_keys, new_values, pass_start, pass_row, kv_head, first_key, end, page_row, m, p, kept, sums, values,
-    total_m, total_l, total, num_kv: tl.constexpr, d: tl.constexpr, DV: tl.constexpr, EXTENT: tl.constexpr,
+    begin, stop, pages, queries, position, has_row, bank_tile, bank_offset, key_cache, value_cache, new_keys,
+    new_values, pass_start, pass_row, kv_head, first_key, end, page_row, m, sums, values, total_m, total_l, total,
+    num_kv: tl.constexpr, d: tl.constexpr, C: tl.constexpr, DV: tl.constexpr, EXTENT: tl.constexpr,
     BANK_WIDTH: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr, SEGMENT: tl.constexpr, BLOCK_KEYS: tl.constexpr,
-    BIASED: tl.constexpr, MASKED: tl.constexpr, KEYS_ON_M: tl.constexpr, ON_GPU: tl.constexpr,
+    BIASED: tl.constexpr, MASKED: tl.constexpr, KEYS_ON_M: tl.constexpr,
 ):  # fmt: skip
-    """Values of the blocks of ``[begin, stop)``, each while the scores of the next one become weights.
-
-    The weights of ``begin`` come in (0 before the first block), those of ``stop`` go out (0 past the last).
-    A segment that ends is added to the total.
-    """
+    """Blocks of ``[begin, stop)`` into the segment, and each segment that ends there into the total."""
     for start in range(begin, stop, BLOCK_KEYS):
-        next = start + BLOCK_KEYS
-        # both anew: the pipeline takes no value that is handed on from iteration to iteration
-        following = load_pages(page_row, next, end, PAGE, BLOCK_KEYS)
-        next_following = load_pages(page_row, next + BLOCK_KEYS, end, PAGE, BLOCK_KEYS)
-        x = _score(
-            next, next_pages, queries, position, has_row, bank_tile, bank_offset, key_cache, new_keys, pass_start,
-            pass_row, kv_head, first_key, end, num_kv, d, EXTENT, BANK_WIDTH, WINDOW, PAGE, BLOCK_KEYS, BIASED,
-            MASKED, KEYS_ON_M,
-        )  # fmt: skip
-        valued = tl.maximum(start, first_key // BLOCK_KEYS * BLOCK_KEYS)  # some block, where there are no weights yet
-        v = load_block(
-            value_cache, new_values, valued, pages, pass_start, pass_row, kv_head, first_key, end, num_kv, d, DV, PAGE,
+        following = load_pages(page_row, start + BLOCK_KEYS, end, PAGE, BLOCK_KEYS)
+        bias = None
+        if BIASED:
+            bias = load_bias(
+                start, position, has_row, bank_tile, bank_offset, EXTENT, BANK_WIDTH, BLOCK_KEYS, KEYS_ON_M
+            )
+        k = load_block(
+            key_cache, new_keys, start, pages, pass_start, pass_row, kv_head, first_key, end, num_kv, d, d, PAGE,
             BLOCK_KEYS, MASKED,
         )  # fmt: skip
-        # as integers from iteration to iteration: else weights would go to the product through shared memory
-        weights = p
-        values = add_values(weights.to(v.dtype, bitcast=True), v, kept, values, KEYS_ON_M)
-        ends = next % SEGMENT == 0
-        ended_m = m
-        m, p, kept = weigh(
-            x, tl.where(ends, float("-inf"), m), 1.0 if BIASED else 1.0 / d, KEYS_ON_M, v.dtype
+        v = load_block(
+            value_cache, new_values, start, pages, pass_start, pass_row, kv_head, first_key, end, num_kv, d, DV, PAGE,
+            BLOCK_KEYS, MASKED,
         )  # fmt: skip
-        ended_sums = sums
+        x = block_scores(queries, k, start, position, bias, d, WINDOW, MASKED, KEYS_ON_M)
+        m, p, kept = weigh(x, m, 1.0 if BIASED else 1.0 / d, KEYS_ON_M, v.dtype)
+        values = add_values(p, v, kept, values, KEYS_ON_M)
         sums = add_weights(p, kept, sums, KEYS_ON_M)
-        if ON_GPU:  # no instruction; the next weights get registers of their own while the product still reads these
-            tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [weights], dtype=tl.int16, is_pure=False, pack=2)
-        p = p.to(tl.int16, bitcast=True)
-        pages, next_pages = following, next_following
-        if ends:
-            total_m, total_l, total = _merge_into(total_m, total_l, total, ended_m, ended_sums, values, KEYS_ON_M)
-            values = tl.zeros_like(values)
-    return pages, next_pages, m, p, kept, sums, values, total_m, total_l, total
+        pages = following
+        if (start + BLOCK_KEYS) % SEGMENT == 0:
+            total_m, total_l, total = _merge_into(total_m, total_l, total, m, sums, values, KEYS_ON_M)
+            m, sums, values = empty_segment(C, DV, KEYS_ON_M)
+    return pages, m, sums, values, total_m, total_l, total
 
 
 @triton.jit(do_not_specialize=["pages_per_slot"])
@@ -164,7 +133,6 @@ def _prompt_kernel(
     C: tl.constexpr,
     DV: tl.constexpr,
     KEYS_ON_M: tl.constexpr,
-    ON_GPU: tl.constexpr,  # the interpreter has no registers
 ):
     kv_head = tl.program_id(0)
     sequence = tl.load(tiles + tl.program_id(1) * 2)
@@ -195,25 +163,20 @@ def _prompt_kernel(
     m, sums, values = empty_segment(C, DV, KEYS_ON_M)
     total_m, _, total = empty_segment(C, DV, KEYS_ON_M)
     total_l = tl.zeros([C], tl.float32)
-    # one iteration more than blocks: the first one has no weights yet, the last one no scores
-    p = tl.zeros([BLOCK_KEYS, C] if KEYS_ON_M else [C, BLOCK_KEYS], tl.int16)
-    kept = by_column(tl.zeros([C], tl.float32), KEYS_ON_M)
     pages = load_pages(page_row, begin, end, PAGE, BLOCK_KEYS)
-    next_pages, begin = pages, begin - BLOCK_KEYS
     if WINDOW == 0 or EXTENT < WINDOW:
-        near = tl.minimum(far_end(first_position, begin + BLOCK_KEYS, EXTENT, BLOCK_KEYS), stop) - BLOCK_KEYS
-        pages, next_pages, m, p, kept, sums, values, total_m, total_l, total = _attend_range(
-            begin, near, pages, next_pages, queries, position, has_row, bank_tile, bank_offset, key_cache, value_cache,
-            new_keys, new_values, pass_start, pass_row, kv_head, first_key, end, page_row, m, p, kept, sums, values,
-            total_m, total_l, total, num_kv, d, DV, EXTENT, BANK_WIDTH, WINDOW, PAGE, SEGMENT, BLOCK_KEYS,
-            False, WINDOW > 0, KEYS_ON_M, ON_GPU,
+        near = tl.minimum(far_end(first_position, begin, EXTENT, BLOCK_KEYS), stop)
+        pages, m, sums, values, total_m, total_l, total = _attend_range(
+            begin, near, pages, queries, position, has_row, bank_tile, bank_offset, key_cache, value_cache, new_keys,
+            new_values, pass_start, pass_row, kv_head, first_key, end, page_row, m, sums, values, total_m, total_l,
+            total, num_kv, d, C, DV, EXTENT, BANK_WIDTH, WINDOW, PAGE, SEGMENT, BLOCK_KEYS,
+            False, WINDOW > 0, KEYS_ON_M,
         )  # fmt: skip
         begin = near
-    pages, next_pages, m, p, kept, sums, values, total_m, total_l, total = _attend_range(
-        begin, stop, pages, next_pages, queries, position, has_row, bank_tile, bank_offset, key_cache, value_cache,
-        new_keys, new_values, pass_start, pass_row, kv_head, first_key, end, page_row, m, p, kept, sums, values,
-        total_m, total_l, total, num_kv, d, DV, EXTENT, BANK_WIDTH, WINDOW, PAGE, SEGMENT, BLOCK_KEYS, True, True,
-        KEYS_ON_M, ON_GPU,
+    pages, m, sums, values, total_m, total_l, total = _attend_range(
+        begin, stop, pages, queries, position, has_row, bank_tile, bank_offset, key_cache, value_cache, new_keys,
+        new_values, pass_start, pass_row, kv_head, first_key, end, page_row, m, sums, values, total_m, total_l,
+        total, num_kv, d, C, DV, EXTENT, BANK_WIDTH, WINDOW, PAGE, SEGMENT, BLOCK_KEYS, True, True, KEYS_ON_M,
     )  # fmt: skip
     total_m, total_l, total = _merge_into(total_m, total_l, total, m, sums, values, KEYS_ON_M)
 
@@ -258,7 +221,7 @@ def prompt_attention(
         assert x.is_contiguous() and x.shape[1:] == (heads.num_kv, heads.head_dim), x.shape
     _prompt_kernel[(heads.num_kv, len(tiles))](
         q, bank, key_cache, value_cache, new_keys, new_values, page_table, segments, tiles, out, page_table.shape[1],
-        **tile_constants(heads, config, key_cache.shape[2]), C=columns, KEYS_ON_M=launch.keys_on_m, ON_GPU=q.is_cuda,
+        **tile_constants(heads, config, key_cache.shape[2]), C=columns, KEYS_ON_M=launch.keys_on_m,
         num_warps=launch.num_warps, num_stages=launch.num_stages, enable_fp_fusion=False,
     )  # fmt: skip
     return out
@@ -268,7 +231,7 @@ def serving(heads: Heads, config: AttentionConfig | None = None, columns: int | 
     config, is_local = config or heads.config, heads.window > 0
     new = {"new_keys": "*bf16", "new_values": "*bf16"} if is_local else {}
     constants = tile_constants(heads, config, PAGE_SIZE) | {"C": columns or config.prompt_columns}
-    constants |= {"KEYS_ON_M": config.prompt.keys_on_m, "ON_GPU": True}
+    constants |= {"KEYS_ON_M": config.prompt.keys_on_m}
     if not is_local:
         constants |= {"new_keys": None, "new_values": None}
     return Serving(
