@@ -244,6 +244,7 @@ def main(
     room: Annotated[int, typer.Option(help="positions beyond the longest prompt")] = 2048,
     rows: Annotated[int, typer.Option(help="max_tokens_per_step")] = 2048,
     max_rounds: Annotated[int, typer.Option(help="of a cell; the median counts")] = 3,
+    learning_rounds: Annotated[int, typer.Option(help="of a cell of auto, before them: it learns")] = 3,
     cell_s: Annotated[float, typer.Option(help="no round of a cell starts later")] = 12.0,
     round_s: Annotated[float, typer.Option(help="a round that takes longer is given up")] = 60.0,
     minutes: Annotated[float, typer.Option(help="no cell starts later")] = 60.0,
@@ -259,8 +260,10 @@ def main(
     config, most = ModelConfig.from_dir(checkpoint), max(batches)
     source = {"checkpoint": checkpoint, "device": device, "seed": seed, "commit": commit or git_commit()}
     with Clients(most, min(most, client_processes)) as clients:
-        limits = (max(contexts) + room, num_tokens, warm_tokens, max_rounds, cell_s, round_s, gate_prompts)
-        load = Load(clients, Answers(answers, source), seed, config.vocab_size, *limits, gate_tokens)
+        limits = (max(contexts) + room, num_tokens, warm_tokens, max_rounds, learning_rounds, cell_s, round_s)
+        load = Load(
+            clients, Answers(answers, source), seed, config.vocab_size, *limits, gate_prompts, gate_tokens
+        )
         settings = settings_of(checkpoint, device, load, most, max(drafts), rows, list(setting))
         measured_in = conditions(checkpoint, device, settings.torch_dtype_name, source["commit"])
         measured_in |= {"triton": installed("triton"), "tritonserver": "2.51.0", "tokens": str(num_tokens)}

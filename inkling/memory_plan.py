@@ -188,15 +188,17 @@ def _model_bytes(
         logits = 4 * logit_rows * config.vocab_size
         row, graph_rows = _row_bytes(config, dtype), slots * short_rows
         nodes = _graph_nodes(config, slots, num_drafts)[model]
-        graphs = nodes * GRAPH_NODE_BYTES + _in_segments(graph_rows * row + slots * config.vocab_size * 4)
+        graphed = _in_segments(graph_rows * row + slots * config.vocab_size * 4)
+        graphs = nodes * GRAPH_NODE_BYTES + graphed if settings.cuda_graphs == "on" else 0
         models[model] = {
             "contexts": CONTEXT_BYTES,
             "kernels": KERNEL_BYTES,
             "hidden states": states,
             "attention splits": slots * short_rows * _split_bytes(config, keys, short_rows),
             "draws": 20 * draws * -(-config.vocab_size // _HEAD_TILE),
-            "activations": _in_segments(step_rows * row + logits),
-            "CUDA graphs": graphs if settings.cuda_graphs == "on" else 0,
+            # without graphs their steps find room among all others, in blocks of their own sizes
+            "activations": _in_segments(step_rows * row + logits) + (0 if graphs else graphed),
+            "CUDA graphs": graphs,
         }
     return models
 

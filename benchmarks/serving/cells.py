@@ -59,6 +59,7 @@ class Load:
     num_tokens: int  # measured, of every stream
     warm_tokens: int  # of every stream before that
     max_rounds: int
+    learning_rounds: int  # before those, where the deployment chooses
     cell_s: float  # no round of a cell starts later
     round_s: float  # a round that takes longer is given up
     gate_prompts: int
@@ -124,6 +125,9 @@ class Clocks:
 
 def measure(server: RunningServer, load: Load, cell: Cell) -> list[Window]:
     """Rounds of the cell. Raises StreamError when a stream fails, or a token differs from the known answer."""
+    for _ in range(load.learning_rounds if cell.num_drafts is None else 0):
+        _measure_once(server, load, cell)
+        time.sleep(SETTLE_S)
     windows: list[Window] = []
     last_start = time.monotonic() + load.cell_s
     while not windows or (len(windows) < load.max_rounds and time.monotonic() < last_start):

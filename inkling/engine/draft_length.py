@@ -19,9 +19,10 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from inkling.engine.load import Load, Prompts
 from inkling.engine.step_cost import MAX_PROMPT_SHARE, MIN_SECONDS, StepCosts
 from inkling.protocol import ring_rows
 
@@ -39,33 +40,7 @@ FADE = 1 / 128  # of the evidence on a depth that no step tries, per step: it ma
 TRAFFIC_FADE = 1 / 2048  # of prompt rows, tokens and steps with prompts, per step
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.3, 1.0  # of the first depth
 DOUBT, MIN_VARIANCE = 1.0, 0.05
-SWITCH_GAIN = 1.01  # another length must be so much better
-
-
-@dataclass(slots=True)
-class Load:
-    """The sequences that the next step will decode."""
-
-    max_rows: int  # of a target call
-    plain: int = 0  # sequences that draft nothing
-    drafting: Counter[int] = field(default_factory=Counter)  # most drafts -> sequences that may draft so many
-    # the same of all sequences, had nobody given up depths and were every prompt computed
-    asked: Counter[int] = field(default_factory=Counter)
-    prompt_rows: float = 0.0  # of prompts that go on, in the step just run; the next has about as many
-    prefilled: int = 0  # prompt rows of the step just run
-    kept_rows: int = 0  # those of them that keep depths
-    tokens: int = 0  # of the step just run
-    entries: int = 0  # that wait in the windows, over all sequences
-    depths: int = 0  # the most that a sequence keeps
-    is_ring_short: bool = False  # a window must run all its depths
-
-    @property
-    def num_drafting(self) -> int:
-        return self.drafting.total()
-
-    def drafts(self, num_drafts: int) -> int:
-        """Of a step in which each sequence drafts ``num_drafts`` or the most that it may."""
-        return sum(count * min(most, num_drafts) for most, count in self.drafting.items())
+SWITCH_GAIN = 1.02  # another length must be so much better: sequences of two lengths cost more than of either
 
 
 class DraftLength:
@@ -99,6 +74,9 @@ class DraftLength:
     def verified(self, num_drafts: int, num_accepted: int) -> None:
         """One sequence's drafts of a step, and how many stood."""
 
+    def ended(self, prompts: Prompts) -> None:
+        """A sequence is gone."""
+
     def choose(self, load: Load) -> None:
         """Sets ``num_drafts`` and ``num_depths``."""
 
@@ -123,8 +101,7 @@ class AutoDraftLength(DraftLength):
         self._stood = [0.0] * num_depths  # ... so many stood
         self._counts: Counter[tuple[int, int]] = Counter()  # (verified, accepted) since the last review
         self._calls: list[tuple[Callable[..., None], tuple]] = []  # since then: what learns, from what
-        # of late: prompt rows, those that keep depths, steps with some, tokens
-        self._prefilled = self._kept_rows = self._prompt_steps = self._emitted = 0.0
+        self._ended, self._emitted = Prompts(), 0.0  # of late: prompts of sequences that are gone; tokens of all
         self._step_started = 0.0
         self._called_s = 0.0  # seconds of both calls since ``_step_started``
         self._steps = 0  # choices so far
@@ -201,11 +178,18 @@ class AutoDraftLength(DraftLength):
 
     # What follows from it.
 
+    def ended(self, prompts: Prompts) -> None:
+        ended = self._ended
+        self._ended = Prompts(
+            ended.rows + prompts.rows, ended.depth_rows + prompts.depth_rows, ended.steps + prompts.steps
+        )
+
     def choose(self, load: Load) -> None:
-        self._prefilled += load.prefilled - TRAFFIC_FADE * self._prefilled
-        self._kept_rows += load.kept_rows - TRAFFIC_FADE * self._kept_rows
-        self._prompt_steps += bool(load.prefilled) - TRAFFIC_FADE * self._prompt_steps
-        self._emitted += load.tokens - TRAFFIC_FADE * self._emitted
+        keep = 1 - TRAFFIC_FADE
+        self._ended.rows *= keep
+        self._ended.depth_rows *= keep
+        self._ended.steps *= keep
+        self._emitted = keep * self._emitted + load.tokens
         if not load.asked:
             return
         self._steps += 1
@@ -271,16 +255,20 @@ class AutoDraftLength(DraftLength):
         return rates
 
     def _usual_rates(self, load: Load, longest: int, doubt: float = 0.0) -> list[float]:
-        """The same were nobody to give up depths, with as many prompts as of late and what they take."""
+        """The same were nobody to give up depths, with as many prompts as of late and what they take.
+
+        A sequence's prompt is shared out over its tokens, and how many those are is known when it is gone: until
+        then its tokens count, and its prompt does not (else the first of a burst would all seem to be prompt).
+        """
         everyone = replace(load, drafting=load.asked, plain=0, prompt_rows=0)
-        each, emitted = self._each(longest, doubt), max(1.0, self._emitted)
-        depth_s = self.costs.prompt_row * self._kept_rows / emitted  # of a depth over the prompts, per token
+        each, emitted, ended = self._each(longest, doubt), max(1.0, self._emitted), self._ended
+        depth_s = self.costs.prompt_row * ended.depth_rows / emitted  # of a depth over the prompts, per token
         usual = []
         for n, rate in enumerate(self._rates_of(everyone, longest, doubt)):
             seconds = 1 / rate + n * depth_s  # per token
             tokens = self._tokens(everyone, n, each)
-            if share := min(1.0, tokens * self._prompt_steps / emitted):  # of the steps
-                prompt_rows = tokens * self._prefilled / emitted / share  # in one of them
+            if share := min(1.0, tokens * ended.steps / emitted):  # of the steps
+                prompt_rows = tokens * ended.rows / emitted / share  # in one of them
                 more = self._target_s(everyone, n, prompt_rows) - self._target_s(everyone, n, 0)
                 seconds += share * max(0.0, more) / tokens
             usual.append(1 / seconds)
@@ -361,13 +349,15 @@ def choose_lengths(
     ``others`` had no part in it and will decode along with them soon. Returns those that have none left.
     """
     load, drafting, prompts = Load(max_rows), [], []
+    num_prompts = sum(segment.draws <= 1 < segment.rows for segment in plan)
     for segment in plan:
         sequence = segment.sequence
         is_prompt = segment.draws <= 1 and segment.rows > 1  # with its last chunk a sequence decodes next
         load.tokens += segment.accepted + 1 if segment.draws else 0
         if is_prompt:
-            load.prefilled += segment.rows
-            load.kept_rows += segment.rows if sequence.asked_depths else 0
+            sequence.prompts.rows += segment.rows
+            sequence.prompts.depth_rows += segment.rows if sequence.asked_depths else 0
+            sequence.prompts.steps += 1 / num_prompts
         if sequence.finish_reason:
             continue
         load.asked[sequence.asked_depths] += 1

@@ -7,6 +7,7 @@ from collections.abc import Collection
 from enum import Enum
 
 from inkling.engine.draft_window import DraftWindow
+from inkling.engine.load import Prompts
 from inkling.engine.log_probs import TokenLogProb
 from inkling.engine.outbox import Assembler, Outbox
 from inkling.engine.pages import SequencePages
@@ -64,6 +65,7 @@ class Sequence:
         self.prompt_log_probs: list[
             TokenLogProb
         ] = []  # of the prompt's tokens from the second on, as computed
+        self.prompts = Prompts()
         self.total_draft_tokens = 0  # drafts the target has verified
         self.total_accepted_draft_tokens = 0  # of those, accepted and emitted
         self.accepted = [0] * (request.num_draft_tokens + 1)  # verifications by drafts accepted and emitted

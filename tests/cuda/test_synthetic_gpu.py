@@ -38,13 +38,13 @@ def build(name: str) -> tuple[TargetWeights, DraftWeights]:
     torch.cuda.init()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    before, start = torch.cuda.memory_allocated(), time.perf_counter()
+    before, held, start = torch.cuda.memory_allocated(), torch.cuda.memory_reserved(), time.perf_counter()
     target = load_target(name, config, dtype=torch.bfloat16, device="cuda")
     draft = load_draft(name, config, config.mtp_depths, dtype=torch.bfloat16, device="cuda")
     torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     kept = torch.cuda.memory_allocated() - before
-    peak, reserved = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_reserved()
+    peak, reserved = torch.cuda.max_memory_allocated() - before, torch.cuda.memory_reserved() - held
     print(f"{name}: {seconds:.2f} s; {kept / 1e9:.3f} GB kept of {expected / 1e9:.3f} by the table, ", end="")
     print(
         f"peak {peak / 1e9:.3f}, reserved {reserved / 1e9:.3f}, largest tensor {largest / 1e9:.3f}",
@@ -53,7 +53,7 @@ def build(name: str) -> tuple[TargetWeights, DraftWeights]:
     assert seconds < BUILD_S[name.partition(":")[2].partition("?")[0]]
     assert kept == pytest.approx(expected, rel=0.01)  # small tensors take whole blocks
     assert peak < expected + 1.2 * largest
-    assert reserved - before < 1.02 * expected
+    assert reserved < 1.02 * expected
     return target, draft
 
 
@@ -129,7 +129,12 @@ def test_micro_says_and_accepts_what_it_was_built_to() -> None:
     """The vocabulary once, 64 sequences side by side, 8 drafts a step, on the runners of this machine."""
     name, sequences, tokens = "synthetic:micro?seed=0", 64, 512
     models = LocalModels(
-        name, device="cuda", max_running_sequences=sequences, max_context=2048, cache_bytes=8 << 30
+        name,
+        device="cuda",
+        max_running_sequences=sequences,
+        max_context=2048,
+        max_tokens_per_step=9 * sequences,  # with fewer, a step of all verifies fewer drafts
+        cache_bytes=8 << 30,
     )
     walk = Walk(SyntheticCheckpoint(name).cycle)
     starts = [i * len(walk.tokens) // sequences for i in range(sequences)]

@@ -8,6 +8,7 @@ from random import Random
 
 from inkling.engine.draft_length import AutoDraftLength, DraftLength, choose_lengths
 from inkling.engine.draft_window import DraftWindow
+from inkling.engine.load import Prompts
 from inkling.engine.scheduler import Segment
 
 MAX_DEPTHS = 8
@@ -36,6 +37,7 @@ class SimulatedSequence:
         self.num_depths = self.asked_depths = num_depths
         self.window = DraftWindow(num_depths) if num_depths else None
         self.num_drafts = 0
+        self.prompts = Prompts()
 
     @property
     def num_uncomputed(self) -> int:
@@ -133,6 +135,7 @@ class Simulation:
             self.tokens += accepted + 1
             if sequence.num_known >= sequence.end:
                 sequence.finish_reason = "length"
+                self.lengths.ended(sequence.prompts)
             if sequence.window is not None:
                 sequence.window.verified(accepted)
 

@@ -11,7 +11,9 @@ from statistics import mean
 
 import pytest
 
-from inkling.engine.draft_length import REVIEW_STEPS, SURE_STEPS, AutoDraftLength, Load
+from inkling.engine.draft_length import REVIEW_STEPS, SURE_STEPS, AutoDraftLength
+from inkling.engine.load import Load, Prompts
+from inkling.engine.request import GenerateRequest, StopRules
 from inkling.engine.scheduler import EngineLimits
 from inkling.engine.step_cost import COST_FADE, SPEED_CALLS, SPELL_CALLS, CostTable, StepCosts
 from tests.engine.harness import Bench, arrive, make_layout, requests_of
@@ -113,10 +115,12 @@ def test_auto_learns_among_the_prompts_of_many_streams(acceptance: float, is_uns
     assert mean(shares) >= (UNSTEADY_BOUND if is_unsteady else BOUND), shares
 
 
-def test_sequences_go_on_with_the_depths_they_have_when_newcomers_get_none() -> None:
-    """What they took over the prompts is spent: it is no reason to give them up."""
+def after_prompts_of(ended: Prompts | None) -> AutoDraftLength:
+    """One depth whose drafts always stand, for a step that takes 10 % longer, and dear prompts."""
     lengths = AutoDraftLength(1)
-    load = Load(max_rows=100, depths=1, prefilled=10_000, kept_rows=10_000, tokens=10)
+    if ended:
+        lengths.ended(ended)
+    load = Load(max_rows=100, depths=1, tokens=10)
     load.drafting[1] = load.asked[1] = 4
     for rows, seconds in ((4, 10.0), (8, 11.0)):
         for _ in range(4):
@@ -128,8 +132,34 @@ def test_sequences_go_on_with_the_depths_they_have_when_newcomers_get_none() -> 
     lengths._first_lengths, lengths._largest_load = [], 4
     for _ in range(SURE_STEPS + REVIEW_STEPS):
         lengths.choose(load)
+    return lengths
+
+
+def test_sequences_go_on_with_the_depths_they_have_when_newcomers_get_none() -> None:
+    """What they took over the prompts is spent: it is no reason to give them up."""
+    lengths = after_prompts_of(Prompts(rows=500_000, depth_rows=500_000, steps=50))
     assert lengths.prompt_depths(1, 100) == 0
     assert lengths.num_drafts == lengths.num_depths == 1
+
+
+def test_prompts_are_no_price_of_drafts_before_it_is_known_how_long_their_answers_are() -> None:
+    """The first prompts of a burst stand beside few tokens: all who came after them would get no depths."""
+    assert after_prompts_of(None).prompt_depths(1, 100) == 1
+
+
+def test_the_prompt_of_a_request_counts_when_it_has_ended_cancelled_or_not() -> None:
+    bench = Bench(num_drafts=2, budget=64, chunk=4, auto_draft_length=True)
+    counted: list[Prompts] = []
+    bench.engine.scheduler.lengths.ended = counted.append
+    for is_cancelled in (False, True):
+        rules = StopRules(max_tokens=30)
+        reply = bench.submit(GenerateRequest(tuple(range(1, 11)), stop=rules, num_draft_tokens=2))
+        for _ in range(5):
+            bench.step()
+        assert len(counted) == is_cancelled and reply.ids
+        reply.cancelled = is_cancelled
+        bench.run()
+        assert (counted[-1].rows, counted[-1].depth_rows, counted[-1].steps) == (10, 10, 3)
 
 
 def test_a_spell_of_another_speed_is_noticed_after_a_few_calls() -> None:
