@@ -159,11 +159,16 @@ class Table:
         self.rows.append(row)
 
 
+def _say(line: str) -> None:
+    if " request id=" not in line:
+        print(line, flush=True)
+
+
 @contextmanager
 def started(settings: Settings) -> Iterator[RunningServer]:
     options = ServerOptions(http_port=0, grpc_port=0, metrics_port=0)
     begin = time.monotonic()
-    with RunningServer(settings, options, report=lambda line: print(line, flush=True)) as server:
+    with RunningServer(settings, options, report=_say) as server:
         print(f"{settings.draft_length} server ready after {time.monotonic() - begin:.1f} s", flush=True)
         yield server
 

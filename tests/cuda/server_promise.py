@@ -228,8 +228,8 @@ def run_part(part: Part, device: str, clients: int, answers: Answers) -> Record:
 
 
 def _say(line: str) -> None:
-    """What is worth a line of the device's output: no progress."""
-    if not re.search(r"loading|\d+ of \d+ graphs", line):
+    """What is worth a line of the device's output: no progress, no request."""
+    if not re.search(r"loading|\d+ of \d+ graphs| request id=", line):
         print("   ", line, flush=True)
 
 
