@@ -4,8 +4,9 @@ Any answer is exact, so ``auto`` may learn as it goes: from verification, how of
 those before it stood (a_k); from the clock, what a step costs. With n drafts for each of B sequences a step
 emits B (1 + a_1 + a_1 a_2 + ... + a_1 .. a_n) tokens, and its cost follows from B (n + 1) target rows and n
 depths of B n entries and one for each accepted draft. The n with the best ratio is used. For newcomers the
-ratio also counts prompts: of this traffic, a token brings r prompt rows and s steps that carry some. They take
-r n c seconds in the depths, for c seconds a row and depth, and in these steps the target has r / s rows more.
+ratio also counts prompts: of this traffic, as far as its sequences have ended, a token brings r prompt rows and s
+steps that carry some. They take r n c seconds in the depths, for c seconds a row and depth, and in these steps the
+target has r / s rows more.
 
 A depth is either kept up for the whole life of a sequence or given up for good, because an entry that was left
 out cannot be computed later. Depths that no step uses cost time, so a sequence keeps them only as long as that
@@ -40,7 +41,7 @@ FADE = 1 / 128  # of the evidence on a depth that no step tries, per step: it ma
 TRAFFIC_FADE = 1 / 2048  # of prompt rows, tokens and steps with prompts, per step
 PRIOR_ACCEPTANCE, PRIOR_WEIGHT = 0.3, 1.0  # of the first depth
 DOUBT, MIN_VARIANCE = 1.0, 0.05
-SWITCH_GAIN = 1.02  # another length must be so much better: sequences of two lengths cost more than of either
+SWITCH_GAIN = 1.01  # another length must be so much better
 
 
 class DraftLength:
@@ -102,6 +103,7 @@ class AutoDraftLength(DraftLength):
         self._counts: Counter[tuple[int, int]] = Counter()  # (verified, accepted) since the last review
         self._calls: list[tuple[Callable[..., None], tuple]] = []  # since then: what learns, from what
         self._ended, self._emitted = Prompts(), 0.0  # of late: prompts of sequences that are gone; tokens of all
+        self._just_ended: list[Prompts] = []  # since the last choice: their last step may not be counted yet
         self._step_started = 0.0
         self._called_s = 0.0  # seconds of both calls since ``_step_started``
         self._steps = 0  # choices so far
@@ -179,17 +181,14 @@ class AutoDraftLength(DraftLength):
     # What follows from it.
 
     def ended(self, prompts: Prompts) -> None:
-        ended = self._ended
-        self._ended = Prompts(
-            ended.rows + prompts.rows, ended.depth_rows + prompts.depth_rows, ended.steps + prompts.steps
-        )
+        self._just_ended.append(prompts)
 
     def choose(self, load: Load) -> None:
-        keep = 1 - TRAFFIC_FADE
-        self._ended.rows *= keep
-        self._ended.depth_rows *= keep
-        self._ended.steps *= keep
-        self._emitted = keep * self._emitted + load.tokens
+        self._emitted = (1 - TRAFFIC_FADE) * self._emitted + load.tokens
+        self._ended.scale(1 - TRAFFIC_FADE)
+        for prompts in self._just_ended:
+            self._ended.add(prompts)
+        self._just_ended.clear()
         if not load.asked:
             return
         self._steps += 1
@@ -261,7 +260,8 @@ class AutoDraftLength(DraftLength):
         then its tokens count, and its prompt does not (else the first of a burst would all seem to be prompt).
         """
         everyone = replace(load, drafting=load.asked, plain=0, prompt_rows=0)
-        each, emitted, ended = self._each(longest, doubt), max(1.0, self._emitted), self._ended
+        each, ended = self._each(longest, doubt), self._ended
+        emitted = max(1.0, self._emitted, ended.tokens)
         depth_s = self.costs.prompt_row * ended.depth_rows / emitted  # of a depth over the prompts, per token
         usual = []
         for n, rate in enumerate(self._rates_of(everyone, longest, doubt)):
@@ -353,7 +353,9 @@ def choose_lengths(
     for segment in plan:
         sequence = segment.sequence
         is_prompt = segment.draws <= 1 and segment.rows > 1  # with its last chunk a sequence decodes next
-        load.tokens += segment.accepted + 1 if segment.draws else 0
+        tokens = segment.accepted + 1 if segment.draws else 0
+        load.tokens += tokens
+        sequence.prompts.tokens += tokens
         if is_prompt:
             sequence.prompts.rows += segment.rows
             sequence.prompts.depth_rows += segment.rows if sequence.asked_depths else 0

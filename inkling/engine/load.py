@@ -8,11 +8,24 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class Prompts:
-    """What was computed of a sequence's prompt, again after a preemption, too."""
+    """What was computed of the prompts of one or more sequences, again after a preemption, too."""
 
-    rows: int = 0
-    depth_rows: int = 0  # those whose sequence asked for drafts
+    rows: float = 0.0
+    depth_rows: float = 0.0  # those whose sequence asked for drafts
     steps: float = 0.0  # that carried them; steps that carried others, too, are shared
+    tokens: float = 0.0  # of their answers
+
+    def scale(self, factor: float) -> None:
+        self.rows *= factor
+        self.depth_rows *= factor
+        self.steps *= factor
+        self.tokens *= factor
+
+    def add(self, other: Prompts) -> None:
+        self.rows += other.rows
+        self.depth_rows += other.depth_rows
+        self.steps += other.steps
+        self.tokens += other.tokens
 
 
 @dataclass(slots=True)

@@ -359,6 +359,8 @@ class Engine:
     def _end(self, sequence: Sequence, error: InklingError | None = None) -> None:
         """Takes a sequence out of queue or batch; ``error`` goes to its outbox."""
         sequence.outbox.trace.count(sequence)
+        if sequence.phase is not Phase.FINISHED:
+            self.scheduler.lengths.ended(sequence.prompts)
         if sequence.phase is Phase.RUNNING:
             self._to_target.close(sequence)
             self._to_draft.close(sequence)

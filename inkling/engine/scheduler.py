@@ -202,7 +202,6 @@ class Scheduler:
         """Takes a running sequence out; its pages and its slot are free."""
         self.running.remove(sequence)
         self._stop(sequence, Phase.FINISHED)
-        self.lengths.ended(sequence.prompts)
 
     def secure(self, passes: Iterable[PlannedPass]) -> tuple[list[int], list[Sequence]]:
         """Backs every pass with pages; returns the words of the page records, and the sequences preempted for

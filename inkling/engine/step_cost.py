@@ -14,12 +14,13 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import deque
+from itertools import accumulate
 from statistics import median, median_low
 
 CELLS_PER_OCTAVE = 4  # sizes up to 7 have a cell each
 KEPT_TIMES = 17  # of a cell; their median stands for it, so a stray slow call moves nothing
 SURE_TIMES = 5  # of a cell, before others are compared with it: the lower median of fewer is too low
-PROMPT_FADE = 1 / 128  # of what a prompt row costs, per step that measures none
+PROMPT_FADE = 1 / 1024  # of what a prompt row costs, per step that measures none
 STALE_STEPS = 512  # after so many without it, a size is measured anew
 SPEED_CALLS = 31  # whose median gives the machine's speed of late
 SPELL_CALLS, SPELL = 5, 1.2  # another speed: when the last few calls differ so much from it
@@ -124,14 +125,14 @@ class StepCosts:
         self._ratios: deque[float] = deque(maxlen=SPEED_CALLS)
         self._steps = 0
         self._draft = [CostTable() for _ in range(num_depths + 1)]  # 0: calls that only hand over states
-        self._prompt_rows: deque[float] = deque(maxlen=KEPT_TIMES)
+        self._prompt_calls: deque[tuple[float, int]] = deque(maxlen=KEPT_TIMES)  # seconds of a row and depth, rows
         self.prompt_row = 0.0  # seconds of a prompt row in one depth
         self._rest: deque[float] = deque(maxlen=KEPT_TIMES)
         self.rest = 0.0  # seconds of a step outside the two calls
 
     def __bool__(self) -> bool:
-        """Whether anything is known of decoding."""
-        return bool(self._plain)
+        """Whether anything is known."""
+        return bool(self._plain or self._mixed)
 
     def add_target(self, rows: int, prompt_rows: int, sequences: int, seconds: float) -> None:
         """``prompt_rows``: those of the ``rows`` that nothing is drawn from; ``sequences``: with the others."""
@@ -155,7 +156,7 @@ class StepCosts:
         for table in tables:
             if table.known(rows):
                 return table.at(rows)
-        return (tables[-1] or self._plain).at(rows)
+        return (tables[-1] or self._plain or self._mixed).at(rows)
 
     def add_draft(self, depths: int, rows: float, seconds: float) -> None:
         """``rows``: of one depth, on average."""
@@ -179,11 +180,14 @@ class StepCosts:
     def add_prompt(self, prompt_rows: int, seconds: float, depths: int, other_rows: float) -> None:
         """A draft call for prompts; ``prompt_rows``: of all depths together; ``other_rows``: of one, on average.
 
-        What the call takes without them is no price of theirs: sequences that draft pay for it anyway.
+        What the call takes without them is no price of theirs: sequences that draft pay for it anyway. Each row counts
+        once for the median: what a call of few rows takes beside them would seem the price of every row.
         """
         without = self.draft(depths, max(1.0, other_rows))
-        self._prompt_rows.append(max(0.0, seconds / self.slowness - without) / prompt_rows)
-        self.prompt_row = median_low(self._prompt_rows)
+        self._prompt_calls.append((max(0.0, seconds / self.slowness - without) / prompt_rows, prompt_rows))
+        calls = sorted(self._prompt_calls)
+        before = list(accumulate(rows for _, rows in calls))
+        self.prompt_row = calls[bisect_left(before, before[-1] / 2)][0]
 
     def add_rest(self, seconds: float) -> None:
         self._rest.append(seconds / self.slowness)

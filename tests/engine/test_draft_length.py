@@ -115,11 +115,10 @@ def test_auto_learns_among_the_prompts_of_many_streams(acceptance: float, is_uns
     assert mean(shares) >= (UNSTEADY_BOUND if is_unsteady else BOUND), shares
 
 
-def after_prompts_of(ended: Prompts | None) -> AutoDraftLength:
-    """One depth whose drafts always stand, for a step that takes 10 % longer, and dear prompts."""
+def after_prompts_of(ended: Prompts) -> AutoDraftLength:
+    """One depth, whose drafts stand more often than not, for a step that takes 10 % longer; prompts are dear."""
     lengths = AutoDraftLength(1)
-    if ended:
-        lengths.ended(ended)
+    lengths.ended(ended)
     load = Load(max_rows=100, depths=1, tokens=10)
     load.drafting[1] = load.asked[1] = 4
     for rows, seconds in ((4, 10.0), (8, 11.0)):
@@ -137,29 +136,55 @@ def after_prompts_of(ended: Prompts | None) -> AutoDraftLength:
 
 def test_sequences_go_on_with_the_depths_they_have_when_newcomers_get_none() -> None:
     """What they took over the prompts is spent: it is no reason to give them up."""
-    lengths = after_prompts_of(Prompts(rows=500_000, depth_rows=500_000, steps=50))
+    lengths = after_prompts_of(Prompts(rows=500_000, depth_rows=500_000, steps=50, tokens=100))
     assert lengths.prompt_depths(1, 100) == 0
     assert lengths.num_drafts == lengths.num_depths == 1
 
 
-def test_prompts_are_no_price_of_drafts_before_it_is_known_how_long_their_answers_are() -> None:
-    """The first prompts of a burst stand beside few tokens: all who came after them would get no depths."""
-    assert after_prompts_of(None).prompt_depths(1, 100) == 1
+@pytest.mark.parametrize("ended", [Prompts(), Prompts(rows=500_000, depth_rows=500_000, steps=50, tokens=10_000_000)])
+def test_newcomers_get_depths_where_prompts_are_few_beside_tokens(ended: Prompts) -> None:
+    """Tokens of long answers that ended count with their prompts, those of a while ago too."""
+    assert after_prompts_of(ended).prompt_depths(1, 100) == 1
 
 
-def test_the_prompt_of_a_request_counts_when_it_has_ended_cancelled_or_not() -> None:
+@pytest.mark.parametrize(("max_tokens", "is_cancelled"), [(1, False), (30, False), (30, True)])
+def test_prompts_count_when_their_answers_have_ended_cancelled_or_not(max_tokens: int, is_cancelled: bool) -> None:
+    """The first prompts of a burst stand beside few tokens: all who come after them would get no depths."""
     bench = Bench(num_drafts=2, budget=64, chunk=4, auto_draft_length=True)
-    counted: list[Prompts] = []
-    bench.engine.scheduler.lengths.ended = counted.append
-    for is_cancelled in (False, True):
-        rules = StopRules(max_tokens=30)
-        reply = bench.submit(GenerateRequest(tuple(range(1, 11)), stop=rules, num_draft_tokens=2))
-        for _ in range(5):
-            bench.step()
-        assert len(counted) == is_cancelled and reply.ids
+    lengths, rules = bench.engine.scheduler.lengths, StopRules(max_tokens=max_tokens)
+    replies = [
+        bench.submit(GenerateRequest(tuple(range(1, 11)), stop=rules, num_draft_tokens=drafts)) for drafts in (2, 0)
+    ]
+    for _ in range(2 if max_tokens == 1 else 6):
+        bench.step()
+        assert lengths._ended.rows == 0 < bench.engine.scheduler.running[0].prompts.rows
+    for reply in replies:
         reply.cancelled = is_cancelled
-        bench.run()
-        assert (counted[-1].rows, counted[-1].depth_rows, counted[-1].steps) == (10, 10, 3)
+    bench.run()
+    bench.submit(GenerateRequest((1,), stop=StopRules(max_tokens=1)))
+    bench.run()
+    ended, tokens = lengths._ended, sum(len(reply.ids) for reply in replies)
+    expected = (20, 10 if max_tokens > 1 else 0)  # depths of an answer of one token take nothing
+    assert (ended.rows, ended.depth_rows) == pytest.approx(expected, rel=0.05)
+    assert round(ended.steps) == 3 and round(ended.tokens) == tokens + 1
+
+
+def test_what_calls_of_few_prompt_rows_take_is_not_the_price_of_every_row() -> None:
+    """A chunk of a few rows takes nearly what a call takes."""
+    costs = StepCosts(8)
+    for _ in range(6):
+        costs.add_prompt(8 * 27, 6.0, 8, 0)
+        costs.add_prompt(8 * 2000, 24.0, 8, 0)
+        costs.add_prompt(8 * 21, 6.0, 8, 0)
+    assert costs.prompt_row == 24 / 16_000
+
+
+def test_steps_that_all_carry_prompts_tell_what_decoding_takes_too() -> None:
+    costs = StepCosts(1)
+    assert not costs
+    for _ in range(3):
+        costs.add_target(1000, 900, 50, 10.0)
+    assert costs and costs.target(1000, 0, 500) == 10.0
 
 
 def test_a_spell_of_another_speed_is_noticed_after_a_few_calls() -> None:
