@@ -263,15 +263,11 @@ class AutoDraftLength(DraftLength):
         each, ended = self._each(longest, doubt), self._ended
         emitted = max(1.0, self._emitted, ended.tokens)
         depth_s = self.costs.prompt_row * ended.depth_rows / emitted  # of a depth over the prompts, per token
+        prompt_rows = ended.rows / ended.steps if ended.steps else 0.0  # in a step that has some
         usual = []
         for n, rate in enumerate(self._rates_of(everyone, longest, doubt)):
-            seconds = 1 / rate + n * depth_s  # per token
-            tokens = self._tokens(everyone, n, each)
-            if share := min(1.0, tokens * ended.steps / emitted):  # of the steps
-                prompt_rows = tokens * ended.rows / emitted / share  # in one of them
-                more = self._target_s(everyone, n, prompt_rows) - self._target_s(everyone, n, 0)
-                seconds += share * max(0.0, more) / tokens
-            usual.append(1 / seconds)
+            more = self._target_s(everyone, n, prompt_rows) - self._target_s(everyone, n, 0)
+            usual.append(1 / (1 / rate + n * depth_s + max(0.0, more) * ended.steps / emitted))  # seconds per token
         return usual
 
     def _each(self, num_drafts: int, doubt: float = 0.0) -> list[float]:

@@ -72,10 +72,11 @@ class Simulation:
         answer: int = 256,
         seed: int = 0,
         is_unsteady: bool = False,
+        max_rows: int = 1 << 20,  # of a step: decodes first, then chunks of prompts
     ):
         self.costs, self.acceptance, self.batch = costs, acceptance, batch
         self.num_tokens, self.num_prompt, self.answer = num_tokens, num_prompt, answer
-        self.seed, self.is_unsteady = seed, is_unsteady
+        self.seed, self.is_unsteady, self.max_rows = seed, is_unsteady, max_rows
 
     def auto(self, num_depths: int) -> float:
         return self.run(AutoDraftLength(num_depths, clock=lambda: self.now), num_depths)
@@ -95,16 +96,21 @@ class Simulation:
                 left = self.answer if self.tokens else random.randint(1, self.answer)
                 running.append(SimulatedSequence(self.num_prompt, left, num_depths, random))
                 started += 1
-            plan = [self._segment(sequence) for sequence in running]
+            plan = self._plan(running)
             self._target(plan)
             running = [sequence for sequence in running if not sequence.finish_reason]
             self._draft(plan)
         return self.tokens / self.spent
 
-    @staticmethod
-    def _segment(sequence: SimulatedSequence) -> Segment:
-        rows = sequence.num_uncomputed + sequence.num_drafts
-        return Segment(sequence, sequence.num_computed, rows, 1 + sequence.num_drafts)
+    def _plan(self, running: list[SimulatedSequence]) -> list[Segment]:
+        plan, room = [], self.max_rows
+        for sequence in sorted(running, key=lambda s: s.num_uncomputed > 1):  # decodes first
+            whole = sequence.num_uncomputed + sequence.num_drafts
+            if rows := min(whole, room):
+                draws = 1 + sequence.num_drafts if rows == whole else 0
+                plan.append(Segment(sequence, sequence.num_computed, rows, draws))
+                room -= rows
+        return plan
 
     def _spend(self, seconds: float) -> None:
         self.spent += seconds
@@ -117,7 +123,8 @@ class Simulation:
         rows = sum(segment.rows for segment in plan)
         self.lengths.call_starts()
         self._spend(self.costs.target(rows))
-        self.lengths.target_ran(rows, rows - sum(segment.draws for segment in plan), len(plan))
+        draws = sum(segment.draws for segment in plan)
+        self.lengths.target_ran(rows, rows - draws, sum(segment.draws > 0 for segment in plan))
         probability = self.acceptance(self.tokens)
         for segment in plan:
             sequence, drafted = segment.sequence, segment.sequence.num_drafts
@@ -130,9 +137,10 @@ class Simulation:
                 self.lengths.verified(drafted, accepted)
             segment.accepted = accepted
             sequence.num_computed += segment.rows - drafted + accepted
-            sequence.num_known += accepted + 1
+            if segment.draws:
+                sequence.num_known += accepted + 1
+                self.tokens += accepted + 1
             sequence.num_drafts = 0
-            self.tokens += accepted + 1
             if sequence.num_known >= sequence.end:
                 sequence.finish_reason = "length"
                 self.lengths.ended(sequence.prompts)
@@ -141,14 +149,14 @@ class Simulation:
 
     def _draft(self, plan: list[Segment]) -> None:
         lengths = self.lengths
-        choose_lengths(lengths, plan, max_rows=1 << 20)
+        choose_lengths(lengths, plan, self.max_rows)
         rows_of_depth: list[int] = []
         segments: list[int] = []
         for segment in plan:
             sequence = segment.sequence
             if sequence.finish_reason or sequence.window is None or sequence.max_drafts == 0:
                 continue
-            num_drafts = min(sequence.max_drafts, lengths.num_drafts)
+            num_drafts = min(sequence.max_drafts, lengths.num_drafts) if sequence.num_uncomputed == 1 else 0
             window = sequence.window.plan(sequence.num_computed, sequence.num_known, num_drafts)
             sequence.num_drafts = window.drafts
             segments += (0, 0, 0, 0, window.first, window.end, window.depths, window.drafts, window.num_known)

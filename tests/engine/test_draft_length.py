@@ -115,6 +115,14 @@ def test_auto_learns_among_the_prompts_of_many_streams(acceptance: float, is_uns
     assert mean(shares) >= (UNSTEADY_BOUND if is_unsteady else BOUND), shares
 
 
+@pytest.mark.parametrize("answer", [24, 64])
+def test_auto_is_nearly_as_fast_where_every_step_is_full_of_prompts(answer: int) -> None:
+    """Long prompts and short answers of 32 streams: more drafts are no reason for more prompts in a step."""
+    costs = Costs(lambda rows: 6.0 + 0.0165 * rows + 0.05 * min(rows, 200), lambda rows: 0.4 + 0.0008 * rows, call=0.8)
+    shape = {"batch": 32, "num_prompt": 2048, "answer": answer, "max_rows": 2048}
+    assert share_of_best(Simulation(costs, lambda _: 0.8, num_tokens=16_000, **shape)) >= BOUND
+
+
 def after_prompts_of(ended: Prompts) -> AutoDraftLength:
     """One depth, whose drafts stand more often than not, for a step that takes 10 % longer; prompts are dear."""
     lengths = AutoDraftLength(1)
