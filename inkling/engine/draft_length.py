@@ -260,7 +260,7 @@ class AutoDraftLength(DraftLength):
         then its tokens count, and its prompt does not (else the first of a burst would all seem to be prompt).
         """
         everyone = replace(load, drafting=load.asked, plain=0, prompt_rows=0)
-        each, ended = self._each(longest, doubt), self._ended
+        ended = self._ended
         emitted = max(1.0, self._emitted, ended.tokens)
         depth_s = self.costs.prompt_row * ended.depth_rows / emitted  # of a depth over the prompts, per token
         prompt_rows = ended.rows / ended.steps if ended.steps else 0.0  # in a step that has some
