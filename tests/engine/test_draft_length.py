@@ -184,6 +184,7 @@ def test_what_calls_of_few_prompt_rows_take_is_not_the_price_of_every_row() -> N
         costs.add_prompt(8 * 27, 6.0, 8, 0)
         costs.add_prompt(8 * 2000, 24.0, 8, 0)
         costs.add_prompt(8 * 21, 6.0, 8, 0)
+        costs.add_prompt(8 * 10, 0.0, 8, 0)  # beside drafts that were slow
     assert costs.prompt_row == 24 / 16_000
 
 
