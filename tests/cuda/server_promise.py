@@ -40,7 +40,7 @@ DEMO = ROOT / "demo" / "checkpoint"
 CHECKPOINTS = (str(DEMO), "synthetic:micro?seed=0")
 DRAFTS = (0, 1, 3, 8)
 SLOTS, CONTEXT, STEP_ROWS = 64, 2048, 512
-FULL_PAGES = 36  # of the small cache: one answer in ten is preempted, one in three has a prefix hit
+FULL_PAGES = 36  # of the small cache: of micro one answer in fifteen is preempted, one in six has a prefix hit
 PREEMPTED = 0.05  # of the answers at least, and as many prefix hits, where there are enough to tell
 PROCESSES = 4  # of clients
 SLOW_STOP_S = 8.0  # a stop that takes longer is explained by the server's own lines
