@@ -1,4 +1,5 @@
-"""Faults of real servers. ``live`` serves every case that must leave its server as it was; others start their own.
+"""Faults of real servers. ``live`` and ``drafting`` serve the cases that must leave their server as it was; others
+start their own.
 
 A request counts as answered when it got its final response, an error, or a closed connection.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -67,32 +69,50 @@ def check_new_server(serve, tiny_checkpoint: Path, expected: Expected) -> Callab
     return check
 
 
-@pytest.fixture(scope="session")
-def live(tmp_path_factory: pytest.TempPathFactory, demo_checkpoint: Path) -> Iterator[ServeCommand]:  # noqa: F811
-    base = tmp_path_factory.mktemp("live")
-    command = ServeCommand.start(base, "--checkpoint", str(demo_checkpoint), "--threads", THREADS)
+@contextmanager
+def start_live(base: Path, checkpoint: Path, *options: str) -> Iterator[ServeCommand]:
+    command = ServeCommand.start(base, "--checkpoint", str(checkpoint), "--threads", THREADS, *options)
     command.wait_ready()
-    command.expected = Expected(demo_checkpoint)
+    command.expected = Expected(checkpoint)
     yield command
     command.end()
     assert command.process.returncode == 0 and command.leftovers() == []
+
+
+@pytest.fixture(scope="session")
+def live(tmp_path_factory: pytest.TempPathFactory, demo_checkpoint: Path) -> Iterator[ServeCommand]:  # noqa: F811
+    with start_live(tmp_path_factory.mktemp("live"), demo_checkpoint) as command:
+        yield command
+
+
+@pytest.fixture(scope="module")
+def drafting(tmp_path_factory: pytest.TempPathFactory, demo_checkpoint: Path) -> Iterator[ServeCommand]:  # noqa: F811
+    """Drafts in every step: after short answers ``auto`` may let a request draft nothing."""
+    with start_live(tmp_path_factory.mktemp("drafting"), demo_checkpoint, "--draft-length", "fixed") as command:
+        yield command
 
 
 def sizes(command: ServeCommand) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in command.shared_memory()}
 
 
+@contextmanager
+def left_as_it_was(command: ServeCommand) -> Iterator[ServeCommand]:
+    """Afterwards it must have the same processes, regions and files, and give the right tokens."""
+    before = {member.pid for member in command.processes()}, sizes(command)
+    files = sorted(path.name for path in command.run_folders()[0].iterdir())
+    command.expected.check(command)
+    yield command
+    command.expected.check(command)
+    assert ({member.pid for member in command.processes()}, sizes(command)) == before
+    assert sorted(path.name for path in command.run_folders()[0].iterdir()) == files
+    assert command.process.poll() is None, command.log_text()
+
+
 @pytest.fixture
 def undisturbed(live: ServeCommand) -> Iterator[ServeCommand]:
-    """``live``, which after the test must have the same processes, regions and files, and give the right tokens."""
-    before = {member.pid for member in live.processes()}, sizes(live)
-    files = sorted(path.name for path in live.run_folders()[0].iterdir())
-    live.expected.check(live)
-    yield live
-    live.expected.check(live)
-    assert ({member.pid for member in live.processes()}, sizes(live)) == before
-    assert sorted(path.name for path in live.run_folders()[0].iterdir()) == files
-    assert live.process.poll() is None, live.log_text()
+    with left_as_it_was(live):
+        yield live
 
 
 def resident_bytes(pid: int) -> int:

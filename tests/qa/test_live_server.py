@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from statistics import median, quantiles
 from threading import Thread
 
@@ -21,7 +22,7 @@ from inkling.liveness import Watch
 from inkling.protocol import DRAFT_MODEL, TARGET_MODEL
 from inkling.run_folder import RunFolder
 from tests.malformed import grpc_request
-from tests.qa.conftest import ANSWERED_S, NUM_TOKENS, PROMPT, resident_bytes
+from tests.qa.conftest import ANSWERED_S, NUM_TOKENS, PROMPT, left_as_it_was, resident_bytes
 from tests.server.conftest import ServeCommand
 from tests.server.streams import target_steps
 
@@ -42,10 +43,16 @@ def raw_stream(call: grpc.Call) -> list:
     return list(call)
 
 
+@contextmanager
+def stub_of(command: ServeCommand) -> Iterator[service_pb2_grpc.GRPCInferenceServiceStub]:
+    with grpc.insecure_channel(command.grpc_url) as channel:
+        yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
+
+
 @pytest.fixture
 def stub(undisturbed: ServeCommand) -> Iterator[service_pb2_grpc.GRPCInferenceServiceStub]:
-    with grpc.insecure_channel(undisturbed.grpc_url) as channel:
-        yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
+    with stub_of(undisturbed) as stub:
+        yield stub
 
 
 def request_of(inputs: dict, request_id: str = "") -> ModelInferRequest:
@@ -61,20 +68,18 @@ def test_cancel_before_the_first_token(undisturbed, stub) -> None:
 
 
 @pytest.mark.parametrize("model", [DRAFT_MODEL, TARGET_MODEL], ids=["mid-draft", "mid-verify"])
-def test_cancel_in_a_step(undisturbed, stub, model: str) -> None:
+def test_cancel_in_a_step(drafting: ServeCommand, model: str) -> None:
     """The heartbeats say which model is in a step."""
-    watched = Watch(RunFolder(undisturbed.run_folders()[0]), model, 60)
-    hits = 0
-    for _ in range(10):
-        call = stub.ModelStreamInfer(iter([request_of(LONG)]))
-        next(call)
-        deadline = time.monotonic() + 5.0
-        while not (is_inside := watched.is_in_step()) and time.monotonic() < deadline:
-            pass
-        call.cancel()
-        hits += is_inside
-    assert hits == 10
-    wait_idle(undisturbed)
+    watched = Watch(RunFolder(drafting.run_folders()[0]), model, 60)
+    with left_as_it_was(drafting), stub_of(drafting) as stub:
+        for _ in range(10):
+            call = stub.ModelStreamInfer(iter([request_of(LONG)]))
+            next(call)
+            deadline = time.monotonic() + ANSWERED_S
+            while not watched.is_in_step():
+                assert time.monotonic() < deadline, f"no step of {model}"
+            call.cancel()
+        wait_idle(drafting)
 
 
 def test_cancel_after_final(undisturbed, stub) -> None:
