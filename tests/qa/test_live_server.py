@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from statistics import median, quantiles
 from threading import Thread
 
@@ -43,16 +42,10 @@ def raw_stream(call: grpc.Call) -> list:
     return list(call)
 
 
-@contextmanager
-def stub_of(command: ServeCommand) -> Iterator[service_pb2_grpc.GRPCInferenceServiceStub]:
-    with grpc.insecure_channel(command.grpc_url) as channel:
-        yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
-
-
 @pytest.fixture
 def stub(undisturbed: ServeCommand) -> Iterator[service_pb2_grpc.GRPCInferenceServiceStub]:
-    with stub_of(undisturbed) as stub:
-        yield stub
+    with grpc.insecure_channel(undisturbed.grpc_url) as channel:
+        yield service_pb2_grpc.GRPCInferenceServiceStub(channel)
 
 
 def request_of(inputs: dict, request_id: str = "") -> ModelInferRequest:
@@ -71,11 +64,12 @@ def test_cancel_before_the_first_token(undisturbed, stub) -> None:
 def test_cancel_in_a_step(drafting: ServeCommand, model: str) -> None:
     """The heartbeats say which model is in a step."""
     watched = Watch(RunFolder(drafting.run_folders()[0]), model, 60)
-    with left_as_it_was(drafting), stub_of(drafting) as stub:
+    with left_as_it_was(drafting), grpc.insecure_channel(drafting.grpc_url) as channel:
+        stub = service_pb2_grpc.GRPCInferenceServiceStub(channel)
         for _ in range(10):
             call = stub.ModelStreamInfer(iter([request_of(LONG)]))
             next(call)
-            deadline = time.monotonic() + ANSWERED_S
+            deadline = time.monotonic() + 5.0
             while not watched.is_in_step():
                 assert time.monotonic() < deadline, f"no step of {model}"
             call.cancel()
