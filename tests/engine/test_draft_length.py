@@ -177,14 +177,16 @@ def test_prompts_count_when_their_answers_have_ended_cancelled_or_not(max_tokens
     assert round(ended.steps) == 3 and round(ended.tokens) == tokens + 1
 
 
-def test_what_calls_of_few_prompt_rows_take_is_not_the_price_of_every_row() -> None:
-    """A chunk of a few rows takes nearly what a call takes."""
+@pytest.mark.parametrize(
+    "few", [((27, 6.0), (21, 6.0)), ((27, 0.0), (10, 0.0)), ((27, 6.0), (21, 6.0), (10, 0.0))]
+)
+def test_what_calls_of_few_prompt_rows_take_is_not_the_price_of_every_row(few: tuple) -> None:
+    """A chunk of a few rows takes nearly what a call takes, or nothing beside drafts that were slow."""
     costs = StepCosts(8)
     for _ in range(6):
-        costs.add_prompt(8 * 27, 6.0, 8, 0)
         costs.add_prompt(8 * 2000, 24.0, 8, 0)
-        costs.add_prompt(8 * 21, 6.0, 8, 0)
-        costs.add_prompt(8 * 10, 0.0, 8, 0)  # beside drafts that were slow
+        for rows, seconds in few:
+            costs.add_prompt(8 * rows, seconds, 8, 0)
     assert costs.prompt_row == 24 / 16_000
 
 
